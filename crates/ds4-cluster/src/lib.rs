@@ -1,0 +1,1 @@
+//! Remote stages: wire protocol, coordinator, worker, heartbeat, replay.

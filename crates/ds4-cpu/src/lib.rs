@@ -1,0 +1,1 @@
+//! The CPU backend: block dot products per instruction set, worker pool.

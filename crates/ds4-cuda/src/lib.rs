@@ -1,0 +1,1 @@
+//! The CUDA backend: kernels compiled ahead, driver API loaded at run time.

@@ -1,0 +1,1 @@
+//! Sessions, pages, prefix tree, scheduler, sampler, grammar and snapshots over Stages.

@@ -1,0 +1,1 @@
+//! The HTTP APIs: OpenAI chat, completions, Responses, Anthropic messages.

@@ -1,0 +1,1 @@
+//! Tokenizer, chat encoder and streaming output parser of DeepSeek V4.
