@@ -10,29 +10,29 @@ use crate::weights::{self, Layer, Weights};
 /// The activation buffers of one step. `T` rows; symbols as in [`crate::weights`].
 pub struct Activations<B: Backend> {
     /// Residual streams `[T, n*D]`.
-    x: B::Tensor,
+    pub x: B::Tensor,
     /// Sublayer input `[T, D]`.
-    h: B::Tensor,
+    pub h: B::Tensor,
     /// `post` and `C` of the current sublayer `[T, n + n*n]`.
-    mix: B::Tensor,
+    pub mix: B::Tensor,
     /// `[T, q_lora]`
-    qr: B::Tensor,
+    pub qr: B::Tensor,
     /// `[T, H*d]`
-    q: B::Tensor,
+    pub q: B::Tensor,
     /// `[T, d]`
-    kv: B::Tensor,
+    pub kv: B::Tensor,
     /// Chosen compressed rows, i32 `[T, index_topk]`.
-    selected: B::Tensor,
+    pub selected: B::Tensor,
     /// Attention output `[T, H*d]`.
-    o: B::Tensor,
+    pub o: B::Tensor,
     /// Sublayer output `[T, D]`.
-    y: B::Tensor,
+    pub y: B::Tensor,
     /// Chosen experts, i32 `[T, K]`.
-    experts: B::Tensor,
+    pub experts: B::Tensor,
     /// Their weights `[T, K]`.
-    gates: B::Tensor,
+    pub gates: B::Tensor,
     /// `[outputs, V]`; one unused row where the slice has no head.
-    logits: B::Tensor,
+    pub logits: B::Tensor,
 }
 
 /// Shapes of [`Activations`], in its order: the memory plan and the allocation read this one list.
@@ -102,6 +102,11 @@ impl<B: Backend> Model<B> {
 
     pub fn setup(&self) -> &Setup {
         &self.setup
+    }
+
+    /// The buffers as the last step left them, with the backend that reads them: for traces and tests.
+    pub fn trace(&mut self) -> (&mut B, &Activations<B>) {
+        (&mut self.backend, &self.act)
     }
 
     /// One step. A slice that does not start at layer 0 takes its rows' streams `[T, n*D]` from `hidden`.

@@ -57,7 +57,8 @@ impl Reference {
                             .sum();
                     }
                 }
-                let chosen = math::top_k(&scores, topk);
+                let mut chosen = math::top_k(&scores, topk);
+                chosen.sort_unstable();
                 let out = &mut selected[r * topk..(r + 1) * topk];
                 out.fill(NO_ROW);
                 for (o, w) in out.iter_mut().zip(chosen) {

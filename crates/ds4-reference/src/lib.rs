@@ -6,6 +6,8 @@
 mod attention;
 mod compressor;
 mod experts;
+#[cfg(feature = "conformance")]
+pub mod goldens;
 mod hyper_connection;
 mod indexer;
 pub mod math;

@@ -56,11 +56,10 @@ pub fn rope_tail(x: &mut [f32], pos: usize, freqs: &[f32], inverse: bool) {
     }
 }
 
-/// Indices of the `k` largest scores, ties to the lower index, ascending.
+/// Indices of the `k` largest scores, best first, ties to the lower index.
 pub fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));
     order.truncate(k);
-    order.sort_unstable();
     order
 }
