@@ -1,0 +1,20 @@
+//! Which backend runs, as one place where the choice becomes a type.
+
+use ds4_model::Backend;
+use ds4_reference::Reference;
+
+use crate::CliError;
+use crate::args::{BackendChoice, ModelArgs};
+
+/// A job over whichever backend was chosen.
+pub trait Job {
+    type Output;
+    fn run<B: Backend + 'static>(self, backend: B) -> Result<Self::Output, CliError>;
+}
+
+/// Runs `job` on the backend that the flags ask for.
+pub fn dispatch<J: Job>(args: &ModelArgs, job: J) -> Result<J::Output, CliError> {
+    match args.backend {
+        BackendChoice::Auto | BackendChoice::Cpu | BackendChoice::Reference => job.run(Reference::default()),
+    }
+}

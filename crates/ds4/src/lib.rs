@@ -1,0 +1,49 @@
+//! The `ds4` program: thin commands over the crates below. [`args`] is the one definition of every flag.
+
+#![forbid(unsafe_code)]
+
+pub mod args;
+mod device;
+mod error;
+mod inspect;
+mod logits;
+mod open;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+
+pub use error::CliError;
+
+/// Runs one command line. Every failure is one readable line on stderr and exit code 2.
+pub fn main(argv: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match args::Cli::try_parse_from(args::normalise(argv)) {
+        Ok(cli) => cli,
+        Err(e) => {
+            // Help and version go to stdout and are no failure.
+            let code = if e.use_stderr() { 2 } else { 0 };
+            let _ = e.print();
+            return ExitCode::from(code);
+        }
+    };
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(CliError::BrokenPipe) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("ds4: {e}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(cli: args::Cli) -> Result<(), CliError> {
+    match cli.command {
+        Some(args::Command::Logits(a)) => logits::run(a),
+        None if cli.inspect => inspect::run(&cli.model, cli.json),
+        None => {
+            args::Cli::command().print_help()?;
+            Ok(())
+        }
+    }
+}
