@@ -53,7 +53,7 @@ pub fn open_session<B: Backend>(backend: &mut B, setup: &Setup, slot: u32) {
 /// How the prompt is fed: each entry is one step's rows.
 pub fn chunked(total: usize, chunk: usize) -> Vec<usize> {
     let mut steps = vec![chunk; total / chunk];
-    steps.extend((total % chunk != 0).then_some(total % chunk));
+    steps.extend((!total.is_multiple_of(chunk)).then_some(total % chunk));
     steps
 }
 
@@ -217,6 +217,10 @@ struct Units<B: Backend> {
 
 const UNIT_TOLERANCE: f32 = 2e-5;
 
+/// Attention with roundings inside: the program that wrote `attention.2.qat` in f32 differs from itself in f64 by
+/// 4.87e-5 of the largest value, since one FP4 or FP8 rounding falls to the other side.
+const ONE_FLIP_TOLERANCE: f32 = 1e-4;
+
 impl<B: Backend> Units<B> {
     fn new(mut backend: B, qat: bool) -> Self {
         let (gguf, hyper) = tiny();
@@ -259,10 +263,14 @@ impl<B: Backend> Units<B> {
     }
 
     fn close(&self, key: &str, got: &[f32]) {
+        self.close_within(key, got, UNIT_TOLERANCE);
+    }
+
+    fn close_within(&self, key: &str, got: &[f32], tolerance: f32) {
         let (_, want) = self.golden.f32(key);
         let scale = want.iter().fold(1f32, |m, v| m.max(v.abs()));
         let diff = max_abs_diff(got, &want) / scale;
-        assert!(diff <= UNIT_TOLERANCE, "{key}: off by {diff} of the largest value");
+        assert!(diff <= tolerance, "{key}: off by {diff} of the largest value");
     }
 
     fn hyper_connections(&mut self) {
@@ -404,7 +412,8 @@ impl<B: Backend> Units<B> {
                 .flat_map(|p| &all[p * hp.hidden..(p + 1) * hp.hidden])
                 .copied()
                 .collect();
-            self.close(&format!("attention.{l}.{mode}"), &got);
+            let tolerance = if mode == "qat" { ONE_FLIP_TOLERANCE } else { UNIT_TOLERANCE };
+            self.close_within(&format!("attention.{l}.{mode}"), &got, tolerance);
         }
     }
 }

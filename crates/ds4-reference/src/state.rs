@@ -11,6 +11,7 @@ use crate::failed;
 pub struct State {
     page_bytes: usize,
     frontier_bytes: usize,
+    page_count: usize,
     pages: Vec<u8>,
     frontiers: Vec<u8>,
     /// Per slot: the session's pages in order.
@@ -39,6 +40,7 @@ impl State {
         State {
             page_bytes: layout.page_bytes,
             frontier_bytes: layout.frontier_bytes,
+            page_count: limits.pages,
             pages: vec![0; limits.pages * layout.page_bytes],
             frontiers: vec![0; limits.slots * layout.frontier_bytes],
             tables: (0..limits.slots).map(|_| Vec::with_capacity(table_max)).collect(),
@@ -93,7 +95,7 @@ impl State {
                 ),
             ));
         }
-        if let Some(p) = pages.iter().find(|&&p| p as usize * self.page_bytes >= self.pages.len()) {
+        if let Some(p) = pages.iter().find(|&&p| p as usize >= self.page_count) {
             return Err(failed("set_pages", format!("page {p} is outside the pool")));
         }
         table.truncate(first);
