@@ -1,1 +1,18 @@
-//! GGUF container (reader over a memory map, writer) and ggml block formats: layout, exact dequantise, quantise.
+//! The GGUF container and ggml's block formats.
+//!
+//! [`Gguf`] reads a file (or its split parts) over a memory map: the header is parsed and checked once, tensors are
+//! borrowed from the map as they lie. [`BlockFormat`] says how a tensor's values are laid out, and turns them into f32.
+//!
+//! Format: `ggml-org/ggml`, `docs/gguf.md`. Every count, length and offset is checked before it is used.
+
+mod error;
+mod format;
+mod metadata;
+mod reader;
+
+pub use error::Error;
+pub use format::{BlockFormat, iq2_xxs, k_quants, mxfp4, q8_0};
+pub use metadata::{Metadata, Value};
+pub use reader::{Gguf, TensorBytes, TensorInfo};
+
+pub type Result<T> = std::result::Result<T, Error>;

@@ -6,7 +6,12 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 #[derive(Debug, Parser)]
-#[command(name = "ds4", version, about = "Runs DeepSeek V4 models from GGUF files", args_conflicts_with_subcommands = true)]
+#[command(
+    name = "ds4",
+    version,
+    about = "Runs DeepSeek V4 models from GGUF files",
+    args_conflicts_with_subcommands = true
+)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Option<Command>,

@@ -60,7 +60,8 @@ fn tally(model: &OpenModel) -> (Tally<&'static str>, Tally<Option<usize>>, u64) 
     let (mut formats, mut layers, mut total) = (Tally::new(), Tally::new(), 0);
     for t in model.gguf.tensors() {
         let bytes = t.byte_len();
-        let layer = t.name.strip_prefix("blk.").and_then(|r| r.split('.').next()).and_then(|n| n.parse().ok());
+        let layer =
+            t.name.strip_prefix("blk.").and_then(|r| r.split('.').next()).and_then(|n| n.parse().ok());
         for entry in [formats.entry(t.format.name()).or_default(), layers.entry(layer).or_default()] {
             entry.0 += 1;
             entry.1 += bytes;

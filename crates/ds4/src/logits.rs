@@ -23,7 +23,8 @@ fn read_ids(args: &LogitsArgs) -> Result<Vec<u32>, CliError> {
     let ids = text
         .split_whitespace()
         .map(|w| {
-            w.parse().map_err(|_| CliError::Usage(format!("{}: {w:?} is not a token id", args.tokens.display())))
+            w.parse()
+                .map_err(|_| CliError::Usage(format!("{}: {w:?} is not a token id", args.tokens.display())))
         })
         .collect::<Result<Vec<u32>, _>>()?;
     if ids.is_empty() {

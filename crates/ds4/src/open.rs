@@ -24,7 +24,9 @@ pub struct OpenModel {
 pub fn open(args: &ModelArgs) -> Result<OpenModel, CliError> {
     let (path, gguf) = match &args.model {
         Some(path) => (path.clone(), Gguf::open(path)),
-        None if Path::new(DEFAULT_FILE).exists() => (DEFAULT_FILE.into(), Gguf::open(Path::new(DEFAULT_FILE))),
+        None if Path::new(DEFAULT_FILE).exists() => {
+            (DEFAULT_FILE.into(), Gguf::open(Path::new(DEFAULT_FILE)))
+        }
         None => ("shipped model".into(), Gguf::from_static("shipped model", SHIPPED)),
     };
     let gguf = gguf.map_err(|source| CliError::Gguf { path: path.clone(), source })?;

@@ -52,7 +52,8 @@ fn layers_import_only_downwards() {
                 assert_eq!(*name, "ds4-reference", "{name} depends on {dep} outside its tests");
                 continue;
             }
-            let below = ORDER.iter().position(|c| *c == dep).unwrap_or_else(|| panic!("{name} names {dep}, unknown"));
+            let below =
+                ORDER.iter().position(|c| *c == dep).unwrap_or_else(|| panic!("{name} names {dep}, unknown"));
             assert!(below < place, "{name} imports {dep}, which is not below it");
             assert!(!FORBIDDEN.contains(&(name, dep.as_str())), "{name} must not know {dep}");
             checked += 1;
