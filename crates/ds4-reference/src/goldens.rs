@@ -13,8 +13,12 @@ use ds4_testdata::{Goldens, max_abs_diff, npy_f32, prompt_ids};
 pub const LOGITS_TOLERANCE: f32 = 1e-3;
 
 fn tiny() -> (Gguf, HyperParams) {
-    let gguf = Gguf::open(&ds4_testdata::tiny_model()).expect("tiny model");
-    let hyper = HyperParams::from_metadata(gguf.metadata()).expect("tiny model");
+    open(&ds4_testdata::tiny_model())
+}
+
+fn open(path: &std::path::Path) -> (Gguf, HyperParams) {
+    let gguf = Gguf::open(path).expect("test model");
+    let hyper = HyperParams::from_metadata(gguf.metadata()).expect("test model");
     (gguf, hyper)
 }
 
@@ -80,9 +84,24 @@ pub fn logits<B: Backend>(model: &mut Model<B>, ids: &[u32], steps: &[usize]) ->
 /// Plain exact logits within [`LOGITS_TOLERANCE`] of transformers at all 700 positions with the same best token; and
 /// bit-equal whatever the chunking in `plans` (the first is the yardstick).
 pub fn plain_logits<B: Backend>(new: impl Fn() -> B, plans: &[Vec<usize>], bit_equal: bool) {
-    let (gguf, hyper) = tiny();
-    let ids = prompt_ids();
-    let (rows, want) = npy_f32("logits_plain.npy");
+    hold_logits(new, tiny(), &prompt_ids(), "logits_plain.npy", plans, bit_equal);
+}
+
+/// The same for the model of odd shapes, at its 270 positions; these goldens come from the numpy program.
+pub fn odd_logits<B: Backend>(new: impl Fn() -> B, plans: &[Vec<usize>], bit_equal: bool) {
+    let model = open(&ds4_testdata::odd_model());
+    hold_logits(new, model, &ds4_testdata::ids("odd_ids.npy"), "odd_logits.npy", plans, bit_equal);
+}
+
+fn hold_logits<B: Backend>(
+    new: impl Fn() -> B,
+    (gguf, hyper): (Gguf, HyperParams),
+    ids: &[u32],
+    golden: &str,
+    plans: &[Vec<usize>],
+    bit_equal: bool,
+) {
+    let (rows, want) = npy_f32(golden);
     assert_eq!(rows, ids.len());
     let vocab = hyper.vocab;
     let mut first: Option<Vec<f32>> = None;
@@ -91,7 +110,7 @@ pub fn plain_logits<B: Backend>(new: impl Fn() -> B, plans: &[Vec<usize>], bit_e
         let rows = plan.iter().copied().max().unwrap_or(1);
         let slice = LayerSlice::whole(hyper.layers.len());
         let setup = setup(&hyper, slice, Numerics::PLAIN_EXACT, RowFormat::F32, rows);
-        let got = logits(&mut load(&gguf, setup, new()), &ids, plan);
+        let got = logits(&mut load(&gguf, setup, new()), ids, plan);
         let name = format!("steps {:?}…", &plan[..plan.len().min(4)]);
         let diff = max_abs_diff(&got, &want);
         assert!(diff <= LOGITS_TOLERANCE, "{name}: off by {diff}");

@@ -29,3 +29,9 @@ fn plain_logits_decoding_one_by_one() {
     let plans: Vec<_> = [1, 5, 127, 128, 129, 300].map(|first| prefill_then_decode(700, first)).into();
     goldens::plain_logits(Reference::default, &plans, true);
 }
+
+#[test]
+fn a_model_of_odd_shapes() {
+    let plans = [chunked(270, 270), chunked(270, 7), prefill_then_decode(270, 130)];
+    goldens::odd_logits(Reference::default, &plans, true);
+}

@@ -21,13 +21,20 @@ pub fn tiny_model() -> PathBuf {
     path("tiny-q2q4.gguf")
 }
 
+/// Another tiny model, of other shapes and formats: compressed from layer 0 on as Pro is, two residual streams, window
+/// 64, six heads in three groups, MXFP4, Q3_K, Q5_K, Q6_K and BF16 tensors.
+pub fn odd_model() -> PathBuf {
+    path("odd-mix.gguf")
+}
+
 /// The 700 token ids that every golden of the tiny model starts from.
 pub fn prompt_ids() -> Vec<u32> {
-    npy("prompt_ids.npy", "<i4")
-        .1
-        .chunks_exact(4)
-        .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-        .collect()
+    ids("prompt_ids.npy")
+}
+
+/// Token ids of an `.npy` file.
+pub fn ids(name: &str) -> Vec<u32> {
+    npy(name, "<i4").1.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
 /// Rows and values of a two-dimensional f32 `.npy` file.
