@@ -1,1 +1,7 @@
 //! Tokenizer, chat encoder and streaming output parser of DeepSeek V4.
+
+#![forbid(unsafe_code)]
+
+pub mod tokenizer;
+
+pub use tokenizer::{TokenKind, Tokenizer, TokenizerError, Utf8Stream};
