@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod chat;
 pub mod tokenizer;
 
 pub use tokenizer::{TokenKind, Tokenizer, TokenizerError, Utf8Stream};
