@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod chat;
+pub mod parser;
 pub mod tokenizer;
 
 pub use tokenizer::{TokenKind, Tokenizer, TokenizerError, Utf8Stream};
