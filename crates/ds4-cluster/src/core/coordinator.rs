@@ -1,0 +1,744 @@
+//! The coordinator's half of the protocol: who is there, the route over them, and the steps under way.
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::time::Duration;
+
+use ds4_model::LayerSlice;
+use thiserror::Error;
+
+use super::{Link, PIECE_BYTES, PROTOCOL, Timing, route};
+use crate::activation::Format;
+use crate::wire::{self, FromWorkerMessage as From, GoodbyeReason, ToWorkerMessage as To};
+
+/// Connections at once: eight stages, and spares.
+const LINKS_MAX: usize = 16;
+
+/// From a slice to the fingerprint of its weights in this machine's file.
+pub type Fingerprint = Box<dyn Fn(&LayerSlice) -> [u8; 32] + Send>;
+
+/// What the coordinator asks of every node.
+pub struct Config {
+    pub timing: Timing,
+    /// Layers of the model.
+    pub layers: usize,
+    /// The slice that this process computes itself.
+    pub local: Option<LayerSlice>,
+    pub fingerprint: Fingerprint,
+    pub welcome: wire::Welcome,
+}
+
+/// What happened.
+#[derive(Debug)]
+pub enum Event {
+    Opened {
+        link: Link,
+        /// Address, for messages.
+        peer: String,
+    },
+    Message {
+        link: Link,
+        message: From,
+    },
+    Closed {
+        link: Link,
+        reason: String,
+    },
+    /// The engine hands a step to a span. Its epoch is the one that the engine believes in.
+    Submit {
+        span: usize,
+        step: wire::Step,
+        rows: Vec<wire::Activations>,
+    },
+    /// Steps cannot go on although every node is there: the engine's own stage failed. Starts a new epoch.
+    Restart {
+        epoch: u64,
+        reason: String,
+    },
+    Tick,
+}
+
+/// What to do.
+#[derive(Debug, PartialEq)]
+pub enum Action {
+    Send {
+        link: Link,
+        message: To,
+    },
+    /// After what was sent has gone out.
+    Close {
+        link: Link,
+    },
+    RouteUp(Up),
+    RouteDown(Lost),
+    /// Activations that a span gives to the stage after it.
+    Rows {
+        span: usize,
+        piece: wire::Activations,
+    },
+    Done {
+        span: usize,
+        step: u64,
+        outcome: wire::Outcome,
+    },
+    Failed {
+        span: usize,
+        step: u64,
+        failure: Failure,
+    },
+    Log {
+        problem: bool,
+        text: String,
+    },
+}
+
+/// A whole route.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Up {
+    pub epoch: u64,
+    /// Checkpoints that every node holds.
+    pub checkpoints: HashSet<u64>,
+    /// In order; `None` is the coordinator's own slice, the others are runs of adjacent nodes.
+    pub stages: Vec<Option<Span>>,
+}
+
+/// Adjacent nodes, which the engine sees as one stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Span {
+    pub index: usize,
+    pub slice: LayerSlice,
+    pub nodes: Vec<String>,
+}
+
+/// Why no steps run.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{}{reason}", node.as_ref().map(|n| format!("node {n}: ")).unwrap_or_default())]
+pub struct Lost {
+    pub node: Option<String>,
+    pub reason: String,
+    /// On the driver's clock.
+    pub since: Duration,
+}
+
+/// Why one step gave nothing.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum Failure {
+    /// The route broke. What the nodes remember may lie between steps.
+    #[error("{0}")]
+    Lost(Lost),
+    /// A node could not compute it.
+    #[error("node {node}: {}", wire::describe(fault))]
+    Fault { node: String, fault: wire::Fault },
+}
+
+struct Node {
+    peer: String,
+    /// Name and layers, for messages; the address before the node has said hello.
+    name: String,
+    boot: u64,
+    slice: LayerSlice,
+    listen: String,
+    state: State,
+    opened: Duration,
+    heard: Duration,
+    round_trip: Option<Duration>,
+    stats: NodeStats,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    Greeting,
+    Loading,
+    Ready,
+}
+
+/// What a node has done in this connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct NodeStats {
+    pub steps: u64,
+    pub rows: u64,
+    pub compute_us: u64,
+    pub wait_us: u64,
+    pub send_us: u64,
+    pub bytes_in: u64,
+    pub bytes_out: u64,
+}
+
+/// A line of the status page.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NodeStatus {
+    pub name: String,
+    pub peer: String,
+    pub layers: String,
+    pub state: &'static str,
+    pub in_route: bool,
+    pub silent_for: Duration,
+    pub round_trip: Option<Duration>,
+    pub stats: NodeStats,
+}
+
+enum Route {
+    Down(Lost),
+    /// Waits for every node to be idle.
+    Forming {
+        members: Vec<Option<Link>>,
+        waiting: HashSet<Link>,
+        checkpoints: Option<HashSet<u64>>,
+    },
+    Up {
+        members: Vec<Option<Link>>,
+        spans: Vec<SpanState>,
+    },
+}
+
+struct SpanState {
+    links: Vec<Link>,
+    next_step: u64,
+    under_way: VecDeque<UnderWay>,
+    /// Slowest seen.
+    time_per_row: Option<Duration>,
+}
+
+struct UnderWay {
+    step: u64,
+    rows: u32,
+    started: Duration,
+    deadline: Duration,
+    /// Nodes of the span that have finished it.
+    done: usize,
+}
+
+pub struct Coordinator {
+    config: Config,
+    nodes: BTreeMap<Link, Node>,
+    route: Route,
+    epoch: u64,
+    beat: Option<Duration>,
+    actions: Vec<Action>,
+}
+
+impl Coordinator {
+    pub fn new(config: Config) -> Self {
+        let lost = Lost { node: None, reason: String::new(), since: Duration::ZERO };
+        let mut new = Coordinator {
+            config,
+            nodes: BTreeMap::new(),
+            route: Route::Down(lost),
+            epoch: 0,
+            beat: None,
+            actions: Vec::new(),
+        };
+        new.form();
+        new
+    }
+
+    /// Takes one event; `now` never goes back. The returned actions are in order.
+    pub fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        match event {
+            Event::Opened { link, peer } => self.opened(now, link, peer),
+            Event::Message { link, message } => self.message(now, link, message),
+            Event::Closed { link, reason } => self.lose(now, link, &reason),
+            Event::Submit { span, step, rows } => self.submit(now, span, step, rows),
+            Event::Restart { epoch, reason } => {
+                if epoch == self.epoch && matches!(self.route, Route::Up { .. }) {
+                    self.down(now, Lost { node: None, reason, since: now }, None);
+                    self.form();
+                }
+            }
+            Event::Tick => self.tick(now),
+        }
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Why no steps run now; `None` while the route is whole.
+    pub fn lost(&self) -> Option<Lost> {
+        match &self.route {
+            Route::Up { .. } => None,
+            Route::Down(lost) => Some(lost.clone()),
+            Route::Forming { .. } => {
+                Some(Lost { node: None, reason: "the route is being set up".into(), since: Duration::ZERO })
+            }
+        }
+    }
+
+    pub fn status(&self, now: Duration) -> Vec<NodeStatus> {
+        let members = self.members();
+        self.nodes
+            .iter()
+            .map(|(link, n)| NodeStatus {
+                name: n.name.clone(),
+                peer: n.peer.clone(),
+                layers: if n.state == State::Greeting { String::new() } else { n.slice.to_string() },
+                state: match n.state {
+                    State::Greeting => "greeting",
+                    State::Loading => "loading",
+                    State::Ready => "ready",
+                },
+                in_route: members.contains(&Some(*link)),
+                silent_for: now.saturating_sub(n.heard),
+                round_trip: n.round_trip,
+                stats: n.stats,
+            })
+            .collect()
+    }
+
+    fn members(&self) -> &[Option<Link>] {
+        match &self.route {
+            Route::Down(_) => &[],
+            Route::Forming { members, .. } | Route::Up { members, .. } => members,
+        }
+    }
+
+    fn send(&mut self, link: Link, message: To) {
+        self.actions.push(Action::Send { link, message });
+    }
+
+    fn log(&mut self, problem: bool, text: String) {
+        self.actions.push(Action::Log { problem, text });
+    }
+
+    // ---- connections ------------------------------------------------------------------------------------------
+
+    fn opened(&mut self, now: Duration, link: Link, peer: String) {
+        if self.nodes.len() >= LINKS_MAX {
+            self.log(true, format!("refused {peer}: {LINKS_MAX} nodes are connected"));
+            self.goodbye(link, GoodbyeReason::Full, format!("{LINKS_MAX} nodes are connected"));
+            return;
+        }
+        let node = Node {
+            name: peer.clone(),
+            peer,
+            boot: 0,
+            slice: LayerSlice { first: 0, end: 0, total: self.config.layers, head: false },
+            listen: String::new(),
+            state: State::Greeting,
+            opened: now,
+            heard: now,
+            round_trip: None,
+            stats: NodeStats::default(),
+        };
+        self.nodes.insert(link, node);
+    }
+
+    fn goodbye(&mut self, link: Link, reason: GoodbyeReason, details: String) {
+        self.send(link, To::Goodbye(wire::Goodbye { reason: reason.into(), details }));
+        self.actions.push(Action::Close { link });
+    }
+
+    /// Turns a peer away for good.
+    fn refuse(&mut self, now: Duration, link: Link, reason: GoodbyeReason, details: String) {
+        if let Some(node) = self.nodes.get(&link) {
+            let text = format!("refused {}: {details}", node.name);
+            self.log(true, text);
+        }
+        self.goodbye(link, reason, details.clone());
+        self.drop_node(now, link, &details);
+    }
+
+    /// The connection is over, or counts as over.
+    fn lose(&mut self, now: Duration, link: Link, reason: &str) {
+        if let Some(node) = self.nodes.get(&link) {
+            let text = format!("lost {}: {reason}", node.name);
+            self.log(true, text);
+            self.actions.push(Action::Close { link });
+            self.drop_node(now, link, reason);
+        }
+    }
+
+    fn drop_node(&mut self, now: Duration, link: Link, reason: &str) {
+        let Some(node) = self.nodes.remove(&link) else { return };
+        if self.members().contains(&Some(link)) {
+            self.down(now, Lost { node: Some(node.name), reason: reason.into(), since: now }, None);
+        }
+        self.form();
+    }
+
+    fn message(&mut self, now: Duration, link: Link, message: From) {
+        let Some(node) = self.nodes.get_mut(&link) else { return };
+        node.heard = now;
+        match (node.state, message) {
+            (State::Greeting, From::Hello(hello)) => self.hello(now, link, hello),
+            (State::Loading, From::Ready(_)) => {
+                node.state = State::Ready;
+                let text = format!("{} is ready", node.name);
+                self.log(false, text);
+                self.form();
+            }
+            (State::Loading | State::Ready, From::Heartbeat(beat)) => {
+                if beat.echo_us > 0 {
+                    node.round_trip = Some(now.saturating_sub(Duration::from_micros(beat.echo_us)));
+                }
+            }
+            (State::Ready, From::RouteReady(ready)) => self.route_ready(link, ready),
+            (State::Ready, From::Activations(piece)) => self.activations(now, link, piece),
+            (State::Ready, From::StepDone(done)) => self.step_done(now, link, done),
+            (State::Ready, From::StepFailed(failed)) => self.step_failed(now, link, failed),
+            (_, From::Goodbye(goodbye)) => {
+                let reason = format!("{}: {}", wire::reason_text(goodbye.reason), goodbye.details);
+                self.lose(now, link, &reason);
+            }
+            _ => self.refuse(now, link, GoodbyeReason::Protocol, "a message out of turn".into()),
+        }
+    }
+
+    fn hello(&mut self, now: Duration, link: Link, hello: wire::Hello) {
+        let slice = match self.check(&hello) {
+            Ok(slice) => slice,
+            Err((reason, details)) => return self.refuse(now, link, reason, details),
+        };
+        let again = self.nodes.iter().find(|(l, n)| **l != link && n.boot == hello.boot && n.boot != 0);
+        if let Some((&old, _)) = again {
+            self.lose(now, old, "the same process has connected again");
+        }
+        let Some(node) = self.nodes.get_mut(&link) else { return };
+        let name: String = hello.name.chars().filter(|c| !c.is_control()).take(64).collect();
+        node.name = format!("{name} (layers {slice}, {})", node.peer);
+        node.boot = hello.boot;
+        node.slice = slice;
+        node.listen = hello.listen;
+        node.state = State::Loading;
+        let text = format!("{} has joined: {}", node.name, hello.device);
+        self.log(false, text);
+        self.send(link, To::Welcome(self.config.welcome.clone()));
+    }
+
+    fn check(&self, hello: &wire::Hello) -> Result<LayerSlice, (GoodbyeReason, String)> {
+        if hello.protocol != PROTOCOL {
+            let details = format!(
+                "its protocol is version {} (program {}), this coordinator speaks {PROTOCOL}",
+                hello.protocol, hello.version
+            );
+            return Err((GoodbyeReason::ProtocolVersion, details));
+        }
+        let total = self.config.layers;
+        let layers = hello.layers.unwrap_or_default();
+        let slice = LayerSlice {
+            first: layers.first as usize,
+            end: layers.end as usize,
+            total: layers.total as usize,
+            head: layers.head,
+        };
+        if slice.total != total {
+            return Err((
+                GoodbyeReason::Model,
+                format!("its model has {} layers, this one has {total}", slice.total),
+            ));
+        }
+        if slice.first >= slice.end || slice.end > total || (slice.head && slice.end != total) {
+            return Err((GoodbyeReason::Layers, format!("layers {slice} of {total} are no slice")));
+        }
+        if hello.fingerprint != (self.config.fingerprint)(&slice)[..] {
+            let details =
+                format!("its layers {slice} differ from this model file (another model or quantisation)");
+            return Err((GoodbyeReason::Model, details));
+        }
+        let context = self.config.welcome.limits.unwrap_or_default().context;
+        if hello.context < context {
+            let details = format!("its --ctx {} is less than the coordinator's {context}", hello.context);
+            return Err((GoodbyeReason::Context, details));
+        }
+        let bits = self.config.welcome.activation_bits;
+        if hello.activation_bits & bits == 0 {
+            return Err((
+                GoodbyeReason::ActivationBits,
+                format!("it does not read activations of {bits} bits"),
+            ));
+        }
+        Ok(slice)
+    }
+
+    // ---- the route --------------------------------------------------------------------------------------------
+
+    /// Ends the epoch: every step under way fails, `fault`y ones by their own reason.
+    fn down(&mut self, now: Duration, lost: Lost, fault: Option<(Link, wire::StepFailed)>) {
+        let route = std::mem::replace(&mut self.route, Route::Down(lost.clone()));
+        let Route::Up { spans, .. } = route else { return };
+        for (index, span) in spans.into_iter().enumerate() {
+            for step in span.under_way {
+                let failure = match &fault {
+                    Some((link, f)) if span.links.contains(link) && f.step == step.step => Failure::Fault {
+                        node: self.nodes.get(link).map_or_else(String::new, |n| n.name.clone()),
+                        fault: f.fault.clone().unwrap_or_default(),
+                    },
+                    _ => Failure::Lost(lost.clone()),
+                };
+                self.actions.push(Action::Failed { span: index, step: step.step, failure });
+            }
+        }
+        self.actions.push(Action::RouteDown(Lost { since: now, ..lost }));
+    }
+
+    /// Where no route stands, tries to set one up from who is ready.
+    fn form(&mut self) {
+        let Route::Down(lost) = &self.route else { return };
+        let ready = self.nodes.iter().filter(|(_, n)| n.state == State::Ready);
+        let candidates: Vec<(Option<Link>, LayerSlice)> = self
+            .config
+            .local
+            .map(|s| (None, s))
+            .into_iter()
+            .chain(ready.map(|(l, n)| (Some(*l), n.slice)))
+            .collect();
+        let slices: Vec<LayerSlice> = candidates.iter().map(|c| c.1).collect();
+        match route::assemble(&slices, self.config.layers) {
+            Err(missing) => {
+                let reason = match &lost.node {
+                    // Who went, and why, says more than what is missing since.
+                    Some(_) => lost.reason.clone(),
+                    None => format!("the route is incomplete: {missing}"),
+                };
+                if reason != lost.reason {
+                    let lost = Lost { node: lost.node.clone(), reason: reason.clone(), since: lost.since };
+                    self.route = Route::Down(lost);
+                    self.log(false, reason);
+                }
+            }
+            Ok(path) => {
+                self.epoch += 1;
+                let members: Vec<Option<Link>> = path.iter().map(|&i| candidates[i].0).collect();
+                let waiting: HashSet<Link> = members.iter().flatten().copied().collect();
+                for (place, member) in members.iter().enumerate() {
+                    let Some(link) = member else { continue };
+                    let next = members.get(place + 1).copied().flatten();
+                    let next =
+                        next.and_then(|l| self.nodes.get(&l)).map_or(String::new(), |n| n.listen.clone());
+                    let route = wire::Route {
+                        epoch: self.epoch,
+                        place: place as u32,
+                        places: members.len() as u32,
+                        next,
+                    };
+                    self.actions.push(Action::Send { link: *link, message: To::Route(route) });
+                }
+                self.route = Route::Forming { members, waiting, checkpoints: None };
+                self.complete();
+            }
+        }
+    }
+
+    fn route_ready(&mut self, link: Link, ready: wire::RouteReady) {
+        if ready.epoch != self.epoch {
+            return;
+        }
+        let Route::Forming { waiting, checkpoints, .. } = &mut self.route else { return };
+        if waiting.remove(&link) {
+            let held: HashSet<u64> = ready.checkpoints.into_iter().collect();
+            *checkpoints = Some(match checkpoints.take() {
+                Some(all) => all.intersection(&held).copied().collect(),
+                None => held,
+            });
+            self.complete();
+        }
+    }
+
+    fn complete(&mut self) {
+        let Route::Forming { members, waiting, checkpoints } = &mut self.route else { return };
+        if !waiting.is_empty() {
+            return;
+        }
+        let (members, checkpoints) = (std::mem::take(members), checkpoints.take().unwrap_or_default());
+        let (mut stages, mut spans) = (Vec::new(), Vec::<SpanState>::new());
+        let mut open = false;
+        for member in &members {
+            let Some((link, node)) = member.and_then(|l| self.nodes.get(&l).map(|n| (l, n))) else {
+                stages.push(None);
+                open = false;
+                continue;
+            };
+            if !open {
+                stages.push(Some(Span { index: spans.len(), slice: node.slice, nodes: Vec::new() }));
+                spans.push(SpanState {
+                    links: Vec::new(),
+                    next_step: 1,
+                    under_way: VecDeque::new(),
+                    time_per_row: None,
+                });
+                open = true;
+            }
+            if let (Some(Some(stage)), Some(span)) = (stages.last_mut(), spans.last_mut()) {
+                stage.slice = LayerSlice { first: stage.slice.first, ..node.slice };
+                stage.nodes.push(node.name.clone());
+                span.links.push(link);
+            }
+        }
+        let names: Vec<String> = stages
+            .iter()
+            .map(|s| s.as_ref().map_or("this machine".to_string(), |s| s.nodes.join(" > ")))
+            .collect();
+        self.log(false, format!("the route is whole: {}", names.join(" > ")));
+        self.actions.push(Action::RouteUp(Up { epoch: self.epoch, checkpoints, stages }));
+        self.route = Route::Up { members, spans };
+    }
+
+    // ---- steps ------------------------------------------------------------------------------------------------
+
+    fn submit(&mut self, now: Duration, index: usize, mut step: wire::Step, rows: Vec<wire::Activations>) {
+        let lost = self.lost();
+        let timing = self.config.timing;
+        let number = step.number;
+        let epoch = self.epoch;
+        let Route::Up { spans, .. } = &mut self.route else {
+            let failure = Failure::Lost(lost.unwrap_or_else(|| outdated(now)));
+            return self.actions.push(Action::Failed { span: index, step: number, failure });
+        };
+        let span = match spans.get_mut(index) {
+            Some(span) if step.epoch == epoch && number == span.next_step => span,
+            _ => {
+                let failure = Failure::Lost(outdated(now));
+                return self.actions.push(Action::Failed { span: index, step: number, failure });
+            }
+        };
+        span.next_step += 1;
+        step.epoch = epoch;
+        let count: u32 = step.segments.iter().map(|s| s.rows).sum();
+        let ahead: u32 = span.under_way.iter().map(|s| s.rows).sum::<u32>() + count.max(1);
+        let allowed = match span.time_per_row {
+            Some(t) => (t * ahead * timing.step_factor).max(timing.step_min),
+            None => timing.step_first,
+        };
+        span.under_way.push_back(UnderWay {
+            step: number,
+            rows: count.max(1),
+            started: now,
+            deadline: now + allowed,
+            done: 0,
+        });
+        for &link in &span.links {
+            self.actions.push(Action::Send { link, message: To::Step(step.clone()) });
+        }
+        if let Some(&first) = span.links.first() {
+            for piece in rows {
+                self.actions.push(Action::Send { link: first, message: To::Activations(piece) });
+            }
+        }
+    }
+
+    fn activations(&mut self, now: Duration, link: Link, piece: wire::Activations) {
+        if piece.epoch != self.epoch {
+            return;
+        }
+        let row_bytes = Format::from_bits(self.config.welcome.activation_bits)
+            .map_or(0, |f| f.row_bytes(self.config.welcome.width as usize));
+        if piece.data.len() > PIECE_BYTES.max(row_bytes) {
+            return self.refuse(
+                now,
+                link,
+                GoodbyeReason::Protocol,
+                "activations in too large a piece".into(),
+            );
+        }
+        let Route::Up { spans, .. } = &self.route else { return };
+        let place = spans.iter().enumerate().find_map(|(i, s)| {
+            s.links.iter().position(|&l| l == link).map(|p| (i, s.links.get(p + 1).copied()))
+        });
+        match place {
+            Some((_, Some(next))) => self.send(next, To::Activations(piece)),
+            Some((span, None)) => self.actions.push(Action::Rows { span, piece }),
+            None => {}
+        }
+    }
+
+    fn step_done(&mut self, now: Duration, link: Link, done: wire::StepDone) {
+        if done.epoch != self.epoch {
+            return;
+        }
+        if let (Some(node), Some(t)) = (self.nodes.get_mut(&link), &done.timing) {
+            node.stats.steps += 1;
+            node.stats.rows += u64::from(t.rows);
+            node.stats.compute_us += t.compute_us;
+            node.stats.wait_us += t.wait_us;
+            node.stats.send_us += t.send_us;
+            node.stats.bytes_in += t.bytes_in;
+            node.stats.bytes_out += t.bytes_out;
+        }
+        let Route::Up { spans, .. } = &mut self.route else { return };
+        for (index, span) in spans.iter_mut().enumerate() {
+            let Some(place) = span.links.iter().position(|&l| l == link) else { continue };
+            let last = place + 1 == span.links.len();
+            let Some(at) = span.under_way.iter().position(|s| s.step == done.step) else {
+                // A node in the middle may report after the last one has finished the step.
+                if last {
+                    self.refuse(
+                        now,
+                        link,
+                        GoodbyeReason::Protocol,
+                        format!("step {} is not under way", done.step),
+                    );
+                }
+                return;
+            };
+            span.under_way[at].done = span.under_way[at].done.max(place + 1);
+            if last {
+                if at != 0 {
+                    self.refuse(
+                        now,
+                        link,
+                        GoodbyeReason::Protocol,
+                        format!("step {} is not the next", done.step),
+                    );
+                    return;
+                }
+                if let Some(step) = span.under_way.pop_front() {
+                    let per_row = now.saturating_sub(step.started) / step.rows;
+                    span.time_per_row = Some(span.time_per_row.map_or(per_row, |t| t.max(per_row)));
+                }
+                let outcome = done.outcome.unwrap_or_default();
+                self.actions.push(Action::Done { span: index, step: done.step, outcome });
+            }
+            return;
+        }
+    }
+
+    fn step_failed(&mut self, now: Duration, link: Link, failed: wire::StepFailed) {
+        if failed.epoch != self.epoch || !self.members().contains(&Some(link)) {
+            return;
+        }
+        let Some(node) = self.nodes.get(&link) else { return };
+        let reason = wire::describe(&failed.fault.clone().unwrap_or_default());
+        let lost = Lost { node: Some(node.name.clone()), reason, since: now };
+        self.log(true, format!("step {} failed: {lost}", failed.step));
+        self.down(now, lost, Some((link, failed)));
+        self.form();
+    }
+
+    // ---- time -------------------------------------------------------------------------------------------------
+
+    fn tick(&mut self, now: Duration) {
+        let timing = self.config.timing;
+        let mut dead = Vec::new();
+        for (&link, node) in &self.nodes {
+            let silent = now.saturating_sub(node.heard);
+            if node.state == State::Greeting && now.saturating_sub(node.opened) >= timing.hello {
+                dead.push((link, format!("no hello within {:?}", timing.hello)));
+            } else if node.state != State::Greeting && silent >= timing.silence_max() {
+                dead.push((link, format!("no message for {:.1} s", silent.as_secs_f64())));
+            }
+        }
+        if let Route::Up { spans, .. } = &self.route {
+            for span in spans {
+                if let Some(step) = span.under_way.front().filter(|s| now >= s.deadline) {
+                    let allowed = step.deadline.saturating_sub(step.started).as_secs_f64();
+                    let culprit = span.links[step.done.min(span.links.len() - 1)];
+                    dead.push((
+                        culprit,
+                        format!("step {} of {} rows took more than {allowed:.1} s", step.step, step.rows),
+                    ));
+                }
+            }
+        }
+        for (link, reason) in dead {
+            self.lose(now, link, &reason);
+        }
+        if self.beat.is_none_or(|at| now >= at) {
+            self.beat = Some(now + timing.heartbeat);
+            let beat = wire::Heartbeat { sent_us: now.as_micros() as u64, echo_us: 0 };
+            let greeted = self.nodes.iter().filter(|(_, n)| n.state != State::Greeting);
+            for link in greeted.map(|(&l, _)| l).collect::<Vec<_>>() {
+                self.send(link, To::Heartbeat(beat));
+            }
+        }
+    }
+}
+
+fn outdated(now: Duration) -> Lost {
+    Lost { node: None, reason: "the route has changed since the step was made".into(), since: now }
+}

@@ -1,0 +1,46 @@
+//! The messages of `proto/cluster.proto`, and their words.
+
+mod generated {
+    #![allow(missing_docs, clippy::all)]
+    include!("generated.rs");
+}
+
+pub use generated::from_worker::Message as FromWorkerMessage;
+pub use generated::to_worker::Message as ToWorkerMessage;
+pub use generated::*;
+
+/// A fault as one line for logs and errors.
+pub fn describe(fault: &Fault) -> String {
+    let device = if fault.device.is_empty() { String::new() } else { format!("{}: ", fault.device) };
+    match fault.kind() {
+        FaultKind::OutOfMemory => format!(
+            "{device}out of memory for {}: {} bytes needed, {} available",
+            fault.what, fault.needed, fault.available
+        ),
+        FaultKind::DeviceLost => format!("{device}lost during {}: {}", fault.what, fault.details),
+        FaultKind::NotFinite => format!("{device}{}: result is not a finite number", fault.what),
+        FaultKind::Unsupported => format!("{device}does not support {}: {}", fault.what, fault.details),
+        FaultKind::OutOfStep => format!("out of step: {}", fault.details),
+        FaultKind::Unknown | FaultKind::Failed | FaultKind::Step | FaultKind::NextLost => {
+            let what = if fault.what.is_empty() { String::new() } else { format!("{}: ", fault.what) };
+            format!("{device}{what}{}", fault.details)
+        }
+    }
+}
+
+/// What the number in [`Goodbye::reason`] says.
+pub fn reason_text(reason: i32) -> &'static str {
+    match GoodbyeReason::try_from(reason).unwrap_or(GoodbyeReason::Unknown) {
+        GoodbyeReason::Unknown => "a reason this version does not know",
+        GoodbyeReason::Exit => "it exits",
+        GoodbyeReason::ProtocolVersion => "other protocol version",
+        GoodbyeReason::Model => "other model",
+        GoodbyeReason::Layers => "no such layers",
+        GoodbyeReason::Context => "context too small",
+        GoodbyeReason::ActivationBits => "activation format",
+        GoodbyeReason::Memory => "it cannot load its layers",
+        GoodbyeReason::Protocol => "protocol broken",
+        GoodbyeReason::Duplicate => "connected twice",
+        GoodbyeReason::Full => "no place",
+    }
+}
