@@ -11,6 +11,8 @@ pub enum ClusterError {
     Listen { address: SocketAddr, reason: String },
     #[error("cannot connect to {address}: {reason}")]
     Connect { address: SocketAddr, reason: String },
+    #[error("{host}: {reason}")]
+    Resolve { host: String, reason: String },
     #[error("{0}")]
     Usage(String),
     /// The peer broke the protocol.

@@ -372,6 +372,9 @@ pub struct Want {
     /// The whole row of logits instead of a token.
     #[prost(bool, tag = "7")]
     pub logits: bool,
+    /// Row of the step.
+    #[prost(uint32, tag = "8")]
+    pub row: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Outcome {

@@ -5,10 +5,26 @@
 #![forbid(unsafe_code)]
 
 pub mod activation;
+pub mod coordinator;
 pub mod core;
+pub mod endpoint;
 mod error;
+mod fingerprint;
+pub mod host;
 pub mod security;
 pub mod transport;
 pub mod wire;
+pub mod worker;
 
 pub use error::ClusterError;
+pub use fingerprint::fingerprint;
+
+/// The network's own threads. The engine and its stages stay on theirs.
+fn runtime() -> Result<tokio::runtime::Runtime, ClusterError> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name("cluster")
+        .enable_all()
+        .build()
+        .map_err(|e| ClusterError::Usage(format!("cannot start the network's threads: {e}")))
+}
