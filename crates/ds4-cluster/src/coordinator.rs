@@ -13,8 +13,7 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::core::coordinator::{Action, Config, Coordinator, Event, Failure, Lost, NodeStatus, Up};
-use crate::core::worker::pieces;
+use crate::core::coordinator::{Action, Config, Coordinator, Event, Failure, Lost, NodeStatus, Up, Why};
 use crate::core::{Link, MESSAGE_BYTES_MAX};
 use crate::endpoint::Endpoint;
 use crate::error::ClusterError;
@@ -53,12 +52,11 @@ impl Drop for Running {
     }
 }
 
-/// What a span gave for a step: activations in pieces, or tokens.
+/// What a span gave for a step: activations in pieces, and one report per node.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Finished {
-    pub step: u64,
-    pub rows: Vec<Bytes>,
-    pub outcome: wire::Outcome,
+    pub hidden: Vec<Bytes>,
+    pub reports: Vec<wire::StepDone>,
 }
 
 struct Shared {
@@ -77,7 +75,7 @@ struct View {
 
 #[derive(Default)]
 struct SpanView {
-    rows: Vec<Bytes>,
+    hidden: VecDeque<(u64, Bytes)>,
     ended: VecDeque<Result<Finished, Failure>>,
 }
 
@@ -120,8 +118,7 @@ impl Cluster {
             view: Mutex::new(View {
                 up: None,
                 lost: core.lost().unwrap_or(Lost {
-                    node: None,
-                    reason: String::new(),
+                    why: Why::Restart("the cluster starts".into()),
                     since: Duration::ZERO,
                 }),
                 spans: Vec::new(),
@@ -166,17 +163,15 @@ impl Cluster {
         self.running.shared.view().nodes.clone()
     }
 
-    /// Waits for a whole route.
-    pub fn wait(&self, until: Instant) -> Result<Up, Lost> {
-        let up = self.running.shared.wait(until, |view| view.up.clone());
+    /// Waits for a whole route of an epoch after `after`.
+    pub fn wait(&self, after: u64, until: Instant) -> Result<Up, Lost> {
+        let up = self.running.shared.wait(until, |view| view.up.clone().filter(|up| up.epoch > after));
         up.ok_or_else(|| self.running.shared.view().lost.clone())
     }
 
     /// Hands a step to a span: `rows` are the activations that it starts from. What comes of it is told by
     /// [`Cluster::next`], in order.
     pub fn submit(&self, span: usize, step: wire::Step, rows: Bytes) {
-        let count = step.segments.iter().map(|s| s.rows).sum();
-        let rows = pieces(step.epoch, step.number, count, rows);
         self.send(Event::Submit { span, step, rows });
     }
 
@@ -257,8 +252,7 @@ impl Actor {
             }
             Action::RouteUp(up) => {
                 let mut view = self.shared.view();
-                let spans = up.stages.iter().flatten().count();
-                view.spans = std::iter::repeat_with(SpanView::default).take(spans).collect();
+                view.spans = up.spans.iter().map(|_| SpanView::default()).collect();
                 view.up = Some(up);
                 self.shared.changed.notify_all();
             }
@@ -271,18 +265,22 @@ impl Actor {
             Action::Rows { span, piece } => {
                 let mut view = self.shared.view();
                 if let Some(span) = view.spans.get_mut(span) {
-                    span.rows.push(piece.data);
+                    span.hidden.push_back((piece.step, piece.data));
                 }
             }
-            Action::Done { span, step, outcome } => {
+            Action::Done { span, reports } => {
                 let mut view = self.shared.view();
                 if let Some(span) = view.spans.get_mut(span) {
-                    let rows = std::mem::take(&mut span.rows);
-                    span.ended.push_back(Ok(Finished { step, rows, outcome }));
+                    let step = reports.first().map_or(0, |r| r.step);
+                    let mut hidden = Vec::new();
+                    while span.hidden.front().is_some_and(|(of, _)| *of <= step) {
+                        hidden.extend(span.hidden.pop_front().map(|(_, data)| data));
+                    }
+                    span.ended.push_back(Ok(Finished { hidden, reports }));
                     self.shared.changed.notify_all();
                 }
             }
-            Action::Failed { span, failure, .. } => {
+            Action::Failed { span, failure } => {
                 let mut view = self.shared.view();
                 if let Some(span) = view.spans.get_mut(span) {
                     span.ended.push_back(Err(failure));

@@ -174,13 +174,13 @@ pub struct Route {
     pub next: ::prost::alloc::string::String,
 }
 /// The worker is idle and will take steps of this epoch.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RouteReady {
     #[prost(fixed64, tag = "1")]
     pub epoch: u64,
-    /// Checkpoints that it holds.
-    #[prost(fixed64, repeated, tag = "2")]
-    pub checkpoints: ::prost::alloc::vec::Vec<u64>,
+    /// Names what the node remembers. Another number than before: pages and checkpoints are gone.
+    #[prost(fixed64, tag = "2")]
+    pub memory: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Heartbeat {
@@ -235,6 +235,13 @@ pub struct Fault {
     pub needed: u64,
     #[prost(uint64, tag = "6")]
     pub available: u64,
+    /// FAULT_KIND_OUT_OF_STEP
+    #[prost(uint32, tag = "7")]
+    pub slot: u32,
+    #[prost(message, optional, tag = "8")]
+    pub found: ::core::option::Option<Mark>,
+    #[prost(message, optional, tag = "9")]
+    pub expected: ::core::option::Option<Mark>,
 }
 /// The last message on a stream: why it ends.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -252,22 +259,43 @@ pub struct Step {
     /// Counts up by one within an epoch, from 1.
     #[prost(fixed64, tag = "2")]
     pub number: u64,
-    #[prost(message, repeated, tag = "3")]
-    pub before: ::prost::alloc::vec::Vec<StateOp>,
+    /// The engine's own count, for messages.
+    #[prost(fixed64, tag = "3")]
+    pub id: u64,
     #[prost(message, repeated, tag = "4")]
+    pub before: ::prost::alloc::vec::Vec<StateOp>,
+    #[prost(message, repeated, tag = "5")]
     pub segments: ::prost::alloc::vec::Vec<Segment>,
     /// Token ids of all segments, u32 little-endian.
-    #[prost(bytes = "bytes", tag = "5")]
+    #[prost(bytes = "bytes", tag = "6")]
     pub tokens: ::prost::bytes::Bytes,
-    /// One per row whose logits are wanted, ascending; only the node with the output head reads them.
-    #[prost(message, repeated, tag = "6")]
-    pub wants: ::prost::alloc::vec::Vec<Want>,
+    /// One per row whose logits are wanted, ascending; only the node with the output head answers them.
     #[prost(message, repeated, tag = "7")]
+    pub wants: ::prost::alloc::vec::Vec<Want>,
+    #[prost(message, repeated, tag = "8")]
     pub after: ::prost::alloc::vec::Vec<StateOp>,
+}
+/// Which tokens a slot has seen: how many, and the hash over their ids.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Mark {
+    #[prost(uint64, tag = "1")]
+    pub position: u64,
+    #[prost(fixed64, tag = "2")]
+    pub prefix: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Segment {
+    #[prost(uint32, tag = "1")]
+    pub slot: u32,
+    #[prost(uint32, tag = "2")]
+    pub rows: u32,
+    /// Where the segment begins. The node compares it with its own.
+    #[prost(message, optional, tag = "3")]
+    pub mark: ::core::option::Option<Mark>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StateOp {
-    #[prost(oneof = "state_op::Op", tags = "1, 2, 3, 4, 5, 6")]
+    #[prost(oneof = "state_op::Op", tags = "1, 2, 3, 4, 5, 6, 7, 8, 9")]
     pub op: ::core::option::Option<state_op::Op>,
 }
 /// Nested message and enum types in `StateOp`.
@@ -285,9 +313,16 @@ pub mod state_op {
         Save(super::Checkpoint),
         #[prost(message, tag = "5")]
         Load(super::Checkpoint),
-        /// Checkpoint number that will not be used again.
-        #[prost(fixed64, tag = "6")]
-        Discard(u64),
+        /// Page; answered in StepDone.reads.
+        #[prost(uint32, tag = "6")]
+        ReadPage(u32),
+        #[prost(message, tag = "7")]
+        WritePage(super::WritePage),
+        /// Checkpoint; answered in StepDone.reads.
+        #[prost(uint32, tag = "8")]
+        ReadCheckpoint(u32),
+        #[prost(message, tag = "9")]
+        WriteCheckpoint(super::WriteCheckpoint),
     }
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -310,20 +345,76 @@ pub struct CopyPage {
 pub struct Checkpoint {
     #[prost(uint32, tag = "1")]
     pub slot: u32,
-    #[prost(fixed64, tag = "2")]
-    pub number: u64,
+    #[prost(uint32, tag = "2")]
+    pub id: u32,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct WritePage {
+    #[prost(uint32, tag = "1")]
+    pub page: u32,
+    /// As long as this node's part of a page.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub data: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct WriteCheckpoint {
+    #[prost(uint32, tag = "1")]
+    pub id: u32,
+    #[prost(message, optional, tag = "2")]
+    pub mark: ::core::option::Option<Mark>,
+    /// As long as this node's part of a frontier.
+    #[prost(bytes = "bytes", tag = "3")]
+    pub data: ::prost::bytes::Bytes,
+}
+/// What is wanted of one output row.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Want {
+    /// Row of the step.
+    #[prost(uint32, tag = "1")]
+    pub row: u32,
+    /// So many most likely tokens with their log-probabilities.
+    #[prost(uint32, tag = "2")]
+    pub top: u32,
+    #[prost(oneof = "want::Choose", tags = "3, 4, 5")]
+    pub choose: ::core::option::Option<want::Choose>,
+}
+/// Nested message and enum types in `Want`.
+pub mod want {
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
+    pub enum Choose {
+        #[prost(message, tag = "3")]
+        Sample(super::Sampling),
+        /// The log-probability of this token.
+        #[prost(uint32, tag = "4")]
+        Given(u32),
+        /// The whole row of logits.
+        #[prost(message, tag = "5")]
+        Logits(super::Unit),
+    }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Segment {
-    #[prost(uint32, tag = "1")]
-    pub slot: u32,
-    #[prost(uint32, tag = "2")]
-    pub position: u32,
-    #[prost(uint32, tag = "3")]
-    pub rows: u32,
-    /// Hash over the token ids of positions 0..position; the node compares it with its own.
-    #[prost(fixed64, tag = "4")]
-    pub prefix: u64,
+pub struct Unit {}
+/// How to draw the next token; the filters apply in this order.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Sampling {
+    #[prost(uint32, repeated, tag = "1")]
+    pub adjust_tokens: ::prost::alloc::vec::Vec<u32>,
+    #[prost(float, repeated, tag = "2")]
+    pub adjust_by: ::prost::alloc::vec::Vec<f32>,
+    /// 0: the most likely token, the lowest id where several are.
+    #[prost(float, tag = "3")]
+    pub temperature: f32,
+    #[prost(uint32, tag = "4")]
+    pub top_k: u32,
+    #[prost(float, tag = "5")]
+    pub top_p: f32,
+    #[prost(float, tag = "6")]
+    pub min_p: f32,
+    #[prost(fixed64, tag = "7")]
+    pub seed: u64,
+    /// Place of the token in its sequence.
+    #[prost(uint64, tag = "8")]
+    pub place: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StepDone {
@@ -333,9 +424,12 @@ pub struct StepDone {
     pub step: u64,
     #[prost(message, optional, tag = "3")]
     pub timing: ::core::option::Option<StepTiming>,
-    /// From the node with the output head.
-    #[prost(message, optional, tag = "4")]
-    pub outcome: ::core::option::Option<Outcome>,
+    /// One per want, from the node with the output head.
+    #[prost(message, repeated, tag = "4")]
+    pub rows: ::prost::alloc::vec::Vec<RowResult>,
+    /// One per read operation, in their order.
+    #[prost(bytes = "bytes", repeated, tag = "5")]
+    pub reads: ::prost::alloc::vec::Vec<::prost::bytes::Bytes>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StepTiming {
@@ -353,47 +447,33 @@ pub struct StepTiming {
     #[prost(uint64, tag = "6")]
     pub bytes_out: u64,
 }
-/// How to choose the next token after one output row.
-#[derive(Clone, Copy, PartialEq, ::prost::Message)]
-pub struct Want {
-    #[prost(float, tag = "1")]
-    pub temperature: f32,
-    #[prost(uint32, tag = "2")]
-    pub top_k: u32,
-    #[prost(float, tag = "3")]
-    pub top_p: f32,
-    #[prost(float, tag = "4")]
-    pub min_p: f32,
-    #[prost(fixed64, tag = "5")]
-    pub seed: u64,
-    /// So many most likely tokens with their log-probabilities.
-    #[prost(uint32, tag = "6")]
-    pub top_logprobs: u32,
-    /// The whole row of logits instead of a token.
-    #[prost(bool, tag = "7")]
-    pub logits: bool,
-    /// Row of the step.
-    #[prost(uint32, tag = "8")]
-    pub row: u32,
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct RowResult {
+    #[prost(oneof = "row_result::Result", tags = "1, 2")]
+    pub result: ::core::option::Option<row_result::Result>,
+}
+/// Nested message and enum types in `RowResult`.
+pub mod row_result {
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
+    pub enum Result {
+        #[prost(message, tag = "1")]
+        Token(super::Chosen),
+        /// f32 little-endian.
+        #[prost(bytes, tag = "2")]
+        Logits(::prost::bytes::Bytes),
+    }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
-pub struct Outcome {
-    #[prost(message, repeated, tag = "1")]
-    pub sampled: ::prost::alloc::vec::Vec<Sampled>,
-}
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct Sampled {
+pub struct Chosen {
     #[prost(uint32, tag = "1")]
     pub token: u32,
     #[prost(float, tag = "2")]
     pub logprob: f32,
+    /// The most likely tokens, best first.
     #[prost(uint32, repeated, tag = "3")]
     pub top_tokens: ::prost::alloc::vec::Vec<u32>,
     #[prost(float, repeated, tag = "4")]
     pub top_logprobs: ::prost::alloc::vec::Vec<f32>,
-    /// f32 little-endian, where asked for.
-    #[prost(bytes = "bytes", tag = "5")]
-    pub logits: ::prost::bytes::Bytes,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -411,6 +491,8 @@ pub enum FaultKind {
     Step = 7,
     /// The node cannot hand its activations to the next one.
     NextLost = 8,
+    /// The node cannot set its layers up.
+    Load = 9,
 }
 impl FaultKind {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -428,6 +510,7 @@ impl FaultKind {
             Self::OutOfStep => "FAULT_KIND_OUT_OF_STEP",
             Self::Step => "FAULT_KIND_STEP",
             Self::NextLost => "FAULT_KIND_NEXT_LOST",
+            Self::Load => "FAULT_KIND_LOAD",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -442,6 +525,7 @@ impl FaultKind {
             "FAULT_KIND_OUT_OF_STEP" => Some(Self::OutOfStep),
             "FAULT_KIND_STEP" => Some(Self::Step),
             "FAULT_KIND_NEXT_LOST" => Some(Self::NextLost),
+            "FAULT_KIND_LOAD" => Some(Self::Load),
             _ => None,
         }
     }

@@ -5,19 +5,23 @@
 #![forbid(unsafe_code)]
 
 pub mod activation;
+mod convert;
 pub mod coordinator;
 pub mod core;
 pub mod endpoint;
 mod error;
 mod fingerprint;
 pub mod host;
+mod remote;
 pub mod security;
+pub mod setup;
 pub mod transport;
 pub mod wire;
 pub mod worker;
 
 pub use error::ClusterError;
 pub use fingerprint::fingerprint;
+pub use remote::RemoteStage;
 
 /// The network's own threads. The engine and its stages stay on theirs.
 fn runtime() -> Result<tokio::runtime::Runtime, ClusterError> {

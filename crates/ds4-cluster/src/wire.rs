@@ -11,21 +11,7 @@ pub use generated::*;
 
 /// A fault as one line for logs and errors.
 pub fn describe(fault: &Fault) -> String {
-    let device = if fault.device.is_empty() { String::new() } else { format!("{}: ", fault.device) };
-    match fault.kind() {
-        FaultKind::OutOfMemory => format!(
-            "{device}out of memory for {}: {} bytes needed, {} available",
-            fault.what, fault.needed, fault.available
-        ),
-        FaultKind::DeviceLost => format!("{device}lost during {}: {}", fault.what, fault.details),
-        FaultKind::NotFinite => format!("{device}{}: result is not a finite number", fault.what),
-        FaultKind::Unsupported => format!("{device}does not support {}: {}", fault.what, fault.details),
-        FaultKind::OutOfStep => format!("out of step: {}", fault.details),
-        FaultKind::Unknown | FaultKind::Failed | FaultKind::Step | FaultKind::NextLost => {
-            let what = if fault.what.is_empty() { String::new() } else { format!("{}: ", fault.what) };
-            format!("{device}{what}{}", fault.details)
-        }
-    }
+    crate::convert::fault_from_wire(fault).to_string()
 }
 
 /// What the number in [`Goodbye::reason`] says.

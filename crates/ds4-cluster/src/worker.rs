@@ -6,11 +6,14 @@ use std::sync::mpsc as blocking;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use ds4_engine::Survived;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::core::worker::{Action, Event, Worker};
+use crate::activation::Format;
+use crate::convert;
+use crate::core::worker::{Action, Event, Output, Worker};
 use crate::core::{MESSAGE_BYTES_MAX, Timing};
 use crate::error::ClusterError;
 use crate::host::Host;
@@ -51,16 +54,18 @@ impl Stop {
     }
 }
 
-/// Serves until told to stop or refused for good. `Ok` holds the reason why it ended as asked.
-pub fn run(
+/// Makes the stage's host on a thread of its own, and serves until told to stop or refused for good. `Ok` holds the reason why it ended as asked.
+pub fn run<H: Host>(
     options: Options,
-    host: impl Host + 'static,
+    make: impl FnOnce() -> H + Send + 'static,
     stop: mpsc::Receiver<String>,
 ) -> Result<String, ClusterError> {
     let runtime = crate::runtime()?;
     let (jobs, queue) = blocking::sync_channel(2);
     let (events, inbox) = mpsc::channel(INBOX);
-    let stage = spawn_stage(host, queue, events.clone())?;
+    let embeds = options.hello.layers.is_some_and(|l| l.first == 0);
+    let make = move || Stage { host: make(), embeds, format: Format::Bits32, width: 0 };
+    let stage = spawn_stage(make, queue, events.clone())?;
     let ended = runtime.block_on(serve(options, jobs, events, inbox, stop));
     runtime.shutdown_timeout(Duration::from_millis(200));
     // A stage in the middle of a long step would hold up the exit; the process ends without it.
@@ -72,30 +77,70 @@ pub fn run(
 
 enum Job {
     Load(wire::Welcome),
+    Restart(u64),
     Run(wire::Step, Vec<Bytes>),
 }
 
 /// An event and the connection that it belongs to; 0: to none.
 type Tagged = (u64, Event);
 
-fn spawn_stage(
-    mut host: impl Host + 'static,
+/// The stage on its thread, and how its activations travel.
+struct Stage<H> {
+    host: H,
+    embeds: bool,
+    format: Format,
+    width: usize,
+}
+
+impl<H: Host> Stage<H> {
+    fn work(&mut self, job: Job) -> Event {
+        match job {
+            Job::Load(welcome) => {
+                self.format = Format::from_bits(welcome.activation_bits).unwrap_or(Format::Bits32);
+                self.width = welcome.width as usize;
+                Event::Loaded(self.host.load(&convert::ask(&welcome)).map_err(|e| convert::fault_to_wire(&e)))
+            }
+            Job::Restart(epoch) => {
+                let result = self.host.restart().map(|s| s == Survived::State);
+                Event::Restarted { epoch, result: result.map_err(|e| convert::fault_to_wire(&e)) }
+            }
+            Job::Run(step, pieces) => {
+                let started = Instant::now();
+                let result = self.run(&step, &pieces);
+                Event::Ran { epoch: step.epoch, step: step.number, result, compute: started.elapsed() }
+            }
+        }
+    }
+
+    fn run(&mut self, message: &wire::Step, pieces: &[Bytes]) -> Result<Output, Box<wire::Fault>> {
+        let unclear = |e: ClusterError| convert::protocol_fault(&e);
+        let step = convert::step_from_wire(message).map_err(unclear)?;
+        let rows = step.batch.len();
+        let hidden = match self.embeds || rows == 0 {
+            true => None,
+            false => Some(convert::hidden_from_wire(pieces, self.format, rows, self.width).map_err(unclear)?),
+        };
+        let output = self.host.run(&step, hidden.as_deref()).map_err(|e| convert::fault_to_wire(&e))?;
+        Ok(Output {
+            hidden: self.format.encode(output.hidden, self.width),
+            rows: output.rows.into_iter().map(convert::row_to_wire).collect(),
+            reads: output.reads.into_iter().map(Bytes::from).collect(),
+        })
+    }
+}
+
+fn spawn_stage<H: Host>(
+    make: impl FnOnce() -> Stage<H> + Send + 'static,
     queue: blocking::Receiver<Job>,
     events: mpsc::Sender<Tagged>,
 ) -> Result<std::thread::JoinHandle<()>, ClusterError> {
     let run = move || {
+        let mut stage = make();
         while let Ok(job) = queue.recv() {
-            let work = AssertUnwindSafe(|| match job {
-                Job::Load(welcome) => Event::Loaded(host.load(&welcome)),
-                Job::Run(step, rows) => {
-                    let started = Instant::now();
-                    let result = host.run(&step, rows);
-                    Event::Ran { epoch: step.epoch, step: step.number, result, compute: started.elapsed() }
-                }
-            });
-            let event = std::panic::catch_unwind(work).unwrap_or_else(|cause| Event::Exit {
-                reason: format!("the stage panicked: {}", panic_text(cause.as_ref())),
-            });
+            let event =
+                std::panic::catch_unwind(AssertUnwindSafe(|| stage.work(job))).unwrap_or_else(|cause| {
+                    Event::Exit { reason: format!("the stage panicked: {}", panic_text(cause.as_ref())) }
+                });
             // Closed: the worker has ended.
             if events.blocking_send((0, event)).is_err() {
                 return;
@@ -182,6 +227,7 @@ impl Driver {
             Action::Send(message) => self.send(message),
             Action::Close => self.outbox = None,
             Action::Load(welcome) => self.job(Job::Load(welcome)),
+            Action::Restart { epoch } => self.job(Job::Restart(epoch)),
             Action::Run { step, rows } => self.job(Job::Run(step, rows)),
             Action::Next { address, epoch, place } => self.next(&address, epoch, place),
             Action::Feed(piece) => {

@@ -9,14 +9,16 @@
 //! `DS4_SIMULATION_FIRST=17` starts at seed 17.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
 use ds4_cluster::core::coordinator::{self as coord, Coordinator};
 use ds4_cluster::core::worker::{self as work, Worker};
-use ds4_cluster::core::{Link, PROTOCOL, Timing, ledger, worker::pieces};
-use ds4_cluster::wire::{self, state_op::Op};
+use ds4_cluster::core::{Link, PROTOCOL, Timing};
+use ds4_cluster::setup;
+use ds4_cluster::wire::{self, row_result, state_op::Op};
+use ds4_engine::Mark;
 use ds4_model::LayerSlice;
 use ds4_testdata::Rng;
 use prost::Message;
@@ -66,45 +68,63 @@ fn truth(prompt: &[u32], count: usize) -> Vec<u32> {
     out
 }
 
+/// What a slot or a checkpoint holds.
+#[derive(Clone, Copy, Default)]
+struct Memory {
+    states: States,
+    mark: Mark,
+}
+
 /// A slice of the model with its sessions' memory.
 struct Stage {
     slice: LayerSlice,
-    slots: [States; SLOTS],
-    checkpoints: HashMap<u64, States>,
+    slots: [Memory; SLOTS],
+    checkpoints: HashMap<u32, Memory>,
 }
 
 impl Stage {
     fn new(slice: LayerSlice) -> Self {
-        Stage { slice, slots: [[0; LAYERS]; SLOTS], checkpoints: HashMap::new() }
+        Stage { slice, slots: Default::default(), checkpoints: HashMap::new() }
     }
 
-    fn run(&mut self, step: &wire::Step, rows: &[u64]) -> (Vec<u64>, wire::Outcome) {
+    fn run(&mut self, step: &wire::Step, rows: &[u64]) -> work::Output {
         self.operations(&step.before);
         let mut tokens = step.tokens.chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap()));
-        let (mut out, mut outcome) = (Vec::new(), wire::Outcome::default());
+        let (mut hidden, mut answers) = (Vec::new(), Vec::new());
         for segment in &step.segments {
+            let slot = &mut self.slots[segment.slot as usize];
+            let asked = segment.mark.expect("a mark");
+            // The one thing that must never happen: a stage that goes on from other tokens than the step does.
+            assert_eq!(
+                (asked.position as usize, asked.prefix),
+                (slot.mark.pos, slot.mark.prefix),
+                "out of step"
+            );
             for _ in 0..segment.rows {
                 let token = tokens.next().expect("a token per row");
-                let first = if self.slice.embeds() { u64::from(token) } else { rows[out.len()] };
-                let states = &mut self.slots[segment.slot as usize];
-                out.push(states[self.slice.layers()].iter_mut().fold(first, |v, s| layer(s, v)));
+                let first = if self.slice.embeds() { u64::from(token) } else { rows[hidden.len()] };
+                hidden.push(slot.states[self.slice.layers()].iter_mut().fold(first, |v, s| layer(s, v)));
+                slot.mark = slot.mark.extend(&[token]);
             }
             // The simulation wants a token after every segment.
-            let token = (out.last().expect("rows") % VOCAB) as u32;
-            outcome.sampled.push(wire::Sampled { token, ..Default::default() });
+            let token = (hidden.last().expect("rows") % VOCAB) as u32;
+            let chosen = wire::Chosen { token, ..Default::default() };
+            answers.push(wire::RowResult { result: Some(row_result::Result::Token(chosen)) });
         }
         self.operations(&step.after);
-        if self.slice.head { (Vec::new(), outcome) } else { (out, wire::Outcome::default()) }
+        match self.slice.head {
+            true => work::Output { rows: answers, ..Default::default() },
+            false => work::Output { hidden: to_bytes(&hidden), ..Default::default() },
+        }
     }
 
     fn operations(&mut self, ops: &[wire::StateOp]) {
         for op in ops {
             match op.op.as_ref().expect("known") {
-                Op::Reset(slot) => self.slots[*slot as usize] = [0; LAYERS],
-                Op::Save(c) => drop(self.checkpoints.insert(c.number, self.slots[c.slot as usize])),
-                Op::Load(c) => self.slots[c.slot as usize] = self.checkpoints[&c.number],
-                Op::Discard(number) => drop(self.checkpoints.remove(number)),
-                _ => {}
+                Op::Reset(slot) => self.slots[*slot as usize] = Memory::default(),
+                Op::Save(c) => drop(self.checkpoints.insert(c.id, self.slots[c.slot as usize])),
+                Op::Load(c) => self.slots[c.slot as usize] = self.checkpoints[&c.id],
+                other => panic!("{other:?}"),
             }
         }
     }
@@ -130,12 +150,11 @@ struct Session {
     prompt: usize,
     wanted: usize,
     tokens: Vec<u32>,
-    /// Positions that every stage has been asked to evaluate, and their hash.
-    asked: usize,
-    prefix: u64,
+    /// What every stage has been asked to evaluate.
+    asked: Mark,
     /// A step that will give its next token is under way.
     sampling: bool,
-    saved: Vec<(u64, usize)>,
+    saved: Vec<(u32, usize)>,
     /// Reset or load that its next step begins with.
     begin: Option<Op>,
     started: Duration,
@@ -148,6 +167,8 @@ struct Flight {
     rows: Vec<u64>,
     /// Slots whose last token is in it.
     samples: Vec<usize>,
+    /// Checkpoints that it saves: slot, number, position. They count once the step has ended everywhere.
+    saves: Vec<(usize, u32, usize)>,
 }
 
 #[derive(Default)]
@@ -156,11 +177,13 @@ struct Engine {
     down_since: Duration,
     sessions: [Option<Session>; SLOTS],
     flights: VecDeque<Flight>,
-    /// Next step number of every span.
-    numbers: Vec<u64>,
-    next_checkpoint: u64,
+    /// What the nodes remembered when the route came up last.
+    memories: Vec<u64>,
+    /// The route's stages: a span of workers, or the local slice.
+    stages: Vec<Option<usize>>,
+    next_checkpoint: u32,
     local: Option<Stage>,
-    collected: HashMap<usize, Vec<u8>>,
+    collected: HashMap<(usize, u64), Vec<u8>>,
     ended: Vec<(Duration, End)>,
     complete: usize,
 }
@@ -279,6 +302,11 @@ impl World {
         let slice = |text: &str| LayerSlice::parse(text, LAYERS).expect("slice");
         let local = local.map(slice);
         let direct = rng.below(2) == 0;
+        let spans = setup::spans(LAYERS, local).expect("spans");
+        let mut stages: Vec<Option<usize>> = (0..spans.len()).map(Some).collect();
+        if let Some(local) = local {
+            stages.insert(usize::from(local.first > 0), None);
+        }
         let welcome = wire::Welcome {
             protocol: PROTOCOL,
             limits: Some(wire::Limits {
@@ -301,7 +329,8 @@ impl World {
                 ..Timing::default()
             },
             layers: LAYERS,
-            local,
+            spans: spans.clone(),
+            sizes: Box::new(|_| (0, 0)),
             fingerprint: Box::new(|_| [7; 32]),
             welcome,
         });
@@ -323,7 +352,7 @@ impl World {
                 }
             })
             .collect();
-        let engine = Engine { local: local.map(Stage::new), next_checkpoint: 1, ..Engine::default() };
+        let engine = Engine { local: local.map(Stage::new), stages, ..Engine::default() };
         let mut world = World {
             rng,
             now: Duration::ZERO,
@@ -372,7 +401,7 @@ impl World {
                 .collect();
             panic!(
                 "slot {slot} has not ended: {} of {} tokens asked, sampling {}, since {:?}; in flight: {flights:?}; route {:?}",
-                s.asked,
+                s.asked.pos,
                 s.tokens.len(),
                 s.sampling,
                 s.started,
@@ -474,11 +503,13 @@ impl World {
                 }
                 let (epoch, number) = (step.epoch, step.number);
                 let result = if fails {
-                    Err(wire::Fault { kind: wire::FaultKind::OutOfMemory.into(), ..Default::default() })
+                    Err(Box::new(wire::Fault {
+                        kind: wire::FaultKind::OutOfMemory.into(),
+                        ..Default::default()
+                    }))
                 } else {
                     let rows: Vec<u64> = rows.iter().flat_map(|b| from_bytes(b)).collect();
-                    let (rows, outcome) = node.stage.run(&step, &rows);
-                    Ok(work::Output { rows: to_bytes(&rows), outcome })
+                    Ok(node.stage.run(&step, &rows))
                 };
                 let compute = Duration::from_millis(1);
                 self.work(worker, work::Event::Ran { epoch, step: number, result, compute });
@@ -576,6 +607,9 @@ impl World {
                     let when = self.now + millis(&mut self.rng, 10, 500);
                     self.at(when, Happening::Loaded { worker, life, fails: false });
                 }
+                work::Action::Restart { epoch } => {
+                    self.work(worker, work::Event::Restarted { epoch, result: Ok(true) });
+                }
                 work::Action::Run { step, rows } => {
                     let when = self.now + millis(&mut self.rng, 1, 40);
                     let fails = self.now < QUIET && self.rng.below(300) == 0;
@@ -637,14 +671,14 @@ impl World {
                     self.engine.down_since = self.now;
                 }
                 coord::Action::Rows { span, piece } => {
-                    self.engine.collected.entry(span).or_default().extend_from_slice(&piece.data);
+                    self.engine
+                        .collected
+                        .entry((span, piece.step))
+                        .or_default()
+                        .extend_from_slice(&piece.data);
                 }
-                coord::Action::Done { span, step, outcome } => self.span_done(span, step, outcome),
-                coord::Action::Failed { failure, .. } => {
-                    if let coord::Failure::Fault { fault, .. } = failure {
-                        assert_ne!(fault.kind(), wire::FaultKind::OutOfStep, "{}", fault.details);
-                    }
-                }
+                coord::Action::Done { span, reports } => self.span_done(span, reports),
+                coord::Action::Failed { .. } => {}
                 coord::Action::Log { text, .. } => self.log(&format!("coordinator: {text}")),
             }
         }
@@ -664,8 +698,7 @@ impl World {
             prompt: prompt.len(),
             wanted: 1 + self.rng.below(20),
             tokens: prompt,
-            asked: 0,
-            prefix: 0,
+            asked: Mark::default(),
             sampling: false,
             saved: Vec::new(),
             begin: Some(Op::Reset(slot as u32)),
@@ -674,32 +707,30 @@ impl World {
     }
 
     fn route_up(&mut self, up: coord::Up) {
-        let spans = up.stages.iter().flatten().count();
-        self.engine.numbers = vec![1; spans];
         self.engine.flights.clear();
         self.engine.collected.clear();
         self.local_busy = false;
-        let held_here =
-            self.engine.local.as_ref().map(|s| s.checkpoints.keys().copied().collect::<HashSet<u64>>());
+        let memories: Vec<u64> = up.spans.iter().flatten().map(|n| n.memory).collect();
+        let survived = memories == self.engine.memories;
+        self.engine.memories = memories;
         for (slot, session) in self.engine.sessions.iter_mut().enumerate() {
             let Some(s) = session else { continue };
             let slot = slot as u32;
             s.sampling = false;
-            s.saved.retain(|(number, _)| {
-                up.checkpoints.contains(number) && held_here.as_ref().is_none_or(|h| h.contains(number))
-            });
+            if !survived {
+                s.saved.clear();
+            }
             // One row at least is left to sample from.
             match s.saved.iter().rev().find(|(_, position)| *position < s.tokens.len()) {
-                Some(&(number, position)) => {
-                    s.asked = position;
-                    s.begin = Some(Op::Load(wire::Checkpoint { slot, number }));
+                Some(&(id, position)) => {
+                    s.asked = Mark::default().extend(&s.tokens[..position]);
+                    s.begin = Some(Op::Load(wire::Checkpoint { slot, id }));
                 }
                 None => {
-                    s.asked = 0;
+                    s.asked = Mark::default();
                     s.begin = Some(Op::Reset(slot));
                 }
             }
-            s.prefix = ledger::hash(0, s.tokens[..s.asked].iter().copied());
         }
         self.engine.up = Some(up);
     }
@@ -721,122 +752,117 @@ impl World {
     /// Puts one more step under way where there is work.
     fn schedule(&mut self) {
         let Some(up) = &self.engine.up else { return };
-        if self.engine.flights.len() > up.stages.len() {
+        if self.engine.flights.len() > self.engine.stages.len() {
             return;
         }
         let mut step = wire::Step { epoch: up.epoch, ..Default::default() };
-        let (mut tokens, mut samples, mut room) = (Vec::new(), Vec::new(), ROWS_MAX as usize);
+        let (mut tokens, mut samples, mut saves) = (Vec::new(), Vec::new(), Vec::new());
+        let mut room = ROWS_MAX as usize;
         for (slot, session) in self.engine.sessions.iter_mut().enumerate() {
-            let Some(s) = session.as_mut().filter(|s| s.asked < s.tokens.len() && !s.sampling && room > 0)
+            let Some(s) =
+                session.as_mut().filter(|s| s.asked.pos < s.tokens.len() && !s.sampling && room > 0)
             else {
                 continue;
             };
-            let count = (s.tokens.len() - s.asked).min(room).min(1 + self.rng.below(ROWS_MAX as usize));
+            let count = (s.tokens.len() - s.asked.pos).min(room).min(1 + self.rng.below(ROWS_MAX as usize));
             room -= count;
-            let run = &s.tokens[s.asked..s.asked + count];
-            let slot32 = slot as u32;
+            let run = &s.tokens[s.asked.pos..s.asked.pos + count];
             step.before.extend(s.begin.take().map(|op| wire::StateOp { op: Some(op) }));
-            step.segments.push(wire::Segment {
-                slot: slot32,
-                position: s.asked as u32,
-                rows: count as u32,
-                prefix: s.prefix,
-            });
+            let mark = wire::Mark { position: s.asked.pos as u64, prefix: s.asked.prefix };
+            step.segments.push(wire::Segment { slot: slot as u32, rows: count as u32, mark: Some(mark) });
             tokens.extend(run.iter().flat_map(|t| t.to_le_bytes()));
-            s.prefix = ledger::hash(s.prefix, run.iter().copied());
-            s.asked += count;
-            s.sampling = s.asked == s.tokens.len();
+            s.asked = s.asked.extend(run);
+            s.sampling = s.asked.pos == s.tokens.len();
             if s.sampling {
                 samples.push(slot);
             }
             if self.rng.below(3) == 0 {
-                let number = self.engine.next_checkpoint;
                 self.engine.next_checkpoint += 1;
-                let op = Op::Save(wire::Checkpoint { slot: slot32, number });
+                let id = self.engine.next_checkpoint;
+                let op = Op::Save(wire::Checkpoint { slot: slot as u32, id });
                 step.after.push(wire::StateOp { op: Some(op) });
-                s.saved.push((number, s.asked));
+                saves.push((slot, id, s.asked.pos));
             }
         }
         if step.segments.is_empty() {
             return;
         }
         step.tokens = tokens.into();
-        self.engine.flights.push_back(Flight { step, stage: 0, rows: Vec::new(), samples });
+        self.engine.flights.push_back(Flight { step, stage: 0, rows: Vec::new(), samples, saves });
         self.advance(self.engine.flights.len() - 1);
     }
 
     /// Hands a flight to the stage it has come to.
     fn advance(&mut self, at: usize) {
-        let Some(up) = &self.engine.up else { return };
         let flight = &mut self.engine.flights[at];
-        match &up.stages[flight.stage] {
-            None => {
-                // The local stage takes the flights in their order.
-                if !self.local_busy {
-                    self.local_busy = true;
-                    let when = self.now + millis(&mut self.rng, 1, 40);
-                    self.at(when, Happening::LocalRan);
-                }
-            }
+        match self.engine.stages[flight.stage] {
+            // The local stage takes the flights in their order.
+            None => self.start_local(),
             Some(span) => {
-                let index = span.index;
-                let mut step = flight.step.clone();
-                step.number = self.engine.numbers[index];
-                self.engine.numbers[index] += 1;
-                flight.step.number = step.number;
-                let count = flight.rows.len() as u32;
-                let rows =
-                    pieces(step.epoch, step.number, count, to_bytes(&std::mem::take(&mut flight.rows)));
-                self.coordinate(coord::Event::Submit { span: index, step, rows });
+                let step = flight.step.clone();
+                let rows = to_bytes(&std::mem::take(&mut flight.rows));
+                self.coordinate(coord::Event::Submit { span, step, rows });
             }
         }
     }
 
-    fn local_ran(&mut self) {
-        let Some(up) = self.engine.up.clone().filter(|_| self.local_busy) else { return };
-        self.local_busy = false;
-        let place = up.stages.iter().position(Option::is_none).expect("a local stage");
-        let Some(at) = self.engine.flights.iter().position(|f| f.stage == place) else { return };
-        let flight = &mut self.engine.flights[at];
-        let stage = self.engine.local.as_mut().expect("a local stage");
-        let (rows, outcome) = stage.run(&flight.step, &std::mem::take(&mut flight.rows));
-        flight.rows = rows;
-        self.stage_done(at, outcome);
-        if self.engine.flights.iter().any(|f| f.stage == place) && !self.local_busy {
+    fn start_local(&mut self) {
+        if !self.local_busy {
             self.local_busy = true;
             let when = self.now + millis(&mut self.rng, 1, 40);
             self.at(when, Happening::LocalRan);
         }
     }
 
-    fn span_done(&mut self, span: usize, step: u64, outcome: wire::Outcome) {
-        let up = self.engine.up.clone().expect("done under a route");
-        let place =
-            up.stages.iter().position(|s| s.as_ref().is_some_and(|s| s.index == span)).expect("a stage");
-        let at = self.engine.flights.iter().position(|f| f.stage == place).expect("a flight");
-        assert_eq!(self.engine.flights[at].step.number, step, "steps keep their order");
-        let rows = self.engine.collected.remove(&span).unwrap_or_default();
-        self.engine.flights[at].rows = from_bytes(&rows);
-        self.stage_done(at, outcome);
+    fn local_ran(&mut self) {
+        if self.engine.up.is_none() || !self.local_busy {
+            return;
+        }
+        self.local_busy = false;
+        let place = self.engine.stages.iter().position(Option::is_none).expect("a local stage");
+        let Some(at) = self.engine.flights.iter().position(|f| f.stage == place) else { return };
+        let flight = &mut self.engine.flights[at];
+        let stage = self.engine.local.as_mut().expect("a local stage");
+        let output = stage.run(&flight.step, &std::mem::take(&mut flight.rows));
+        flight.rows = from_bytes(&output.hidden);
+        self.stage_done(at, &output.rows);
+        if self.engine.flights.iter().any(|f| f.stage == place) {
+            self.start_local();
+        }
     }
 
-    fn stage_done(&mut self, at: usize, outcome: wire::Outcome) {
-        let stages = self.engine.up.as_ref().map_or(0, |u| u.stages.len());
+    fn span_done(&mut self, span: usize, reports: Vec<wire::StepDone>) {
+        let place = self.engine.stages.iter().position(|s| *s == Some(span)).expect("a stage");
+        let at = self.engine.flights.iter().position(|f| f.stage == place).expect("a flight");
+        let last = reports.last().expect("a node");
+        assert!(reports.iter().all(|r| r.step == last.step), "one report per node");
+        let rows = self.engine.collected.remove(&(span, last.step)).unwrap_or_default();
+        self.engine.flights[at].rows = from_bytes(&rows);
+        self.stage_done(at, &last.rows);
+    }
+
+    fn stage_done(&mut self, at: usize, answers: &[wire::RowResult]) {
         self.engine.flights[at].stage += 1;
-        if self.engine.flights[at].stage < stages {
+        if self.engine.flights[at].stage < self.engine.stages.len() {
             return self.advance(at);
         }
         assert_eq!(at, 0, "steps end in their order");
         let flight = self.engine.flights.pop_front().expect("a flight");
-        assert_eq!(outcome.sampled.len(), flight.step.segments.len());
-        for (segment, sampled) in flight.step.segments.iter().zip(outcome.sampled) {
-            let slot = segment.slot as usize;
-            if !flight.samples.contains(&slot) {
-                continue;
+        assert_eq!(answers.len(), flight.step.segments.len());
+        for (slot, id, position) in flight.saves {
+            if let Some(s) = &mut self.engine.sessions[slot] {
+                s.saved.push((id, position));
             }
-            let Some(s) = &mut self.engine.sessions[slot] else { continue };
+        }
+        for (segment, answer) in flight.step.segments.iter().zip(answers) {
+            let slot = segment.slot as usize;
+            let Some(row_result::Result::Token(chosen)) = &answer.result else { panic!("no token") };
+            let Some(s) = self.engine.sessions[slot].as_mut().filter(|_| flight.samples.contains(&slot))
+            else {
+                continue;
+            };
             s.sampling = false;
-            s.tokens.push(sampled.token);
+            s.tokens.push(chosen.token);
             if s.tokens.len() - s.prompt == s.wanted {
                 let expected = truth(&s.tokens[..s.prompt], s.wanted);
                 assert_eq!(s.tokens[s.prompt..], expected, "slot {slot}");

@@ -11,14 +11,15 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use common::{Process, SECRET, security, soon, tiny};
+use ds4_cluster::activation::Format;
 use ds4_cluster::coordinator::{self, Cluster};
 use ds4_cluster::core::coordinator::Config;
-use ds4_cluster::core::worker::Output;
 use ds4_cluster::core::{PROTOCOL, Timing};
 use ds4_cluster::endpoint::Endpoint;
-use ds4_cluster::host::Host;
+use ds4_cluster::host::{Host, StageAsk};
 use ds4_cluster::security::{Identity, Security};
 use ds4_cluster::{transport, wire, worker};
+use ds4_engine::{RowResult, StageError, Step, StepOutput, Survived};
 use ds4_model::LayerSlice;
 
 /// Counts what is allocated, so that a test can say what strangers cost.
@@ -103,17 +104,21 @@ fn worker_process() {
 
 const WIDTH: usize = 16 * 1024;
 
-/// Answers every step with as many bytes as a row has.
+/// Answers every step with the rows that it was given, as logits.
 struct Echo;
 
 impl Host for Echo {
-    fn load(&mut self, _: &wire::Welcome) -> Result<(), wire::Fault> {
+    fn load(&mut self, _: &StageAsk) -> Result<(), StageError> {
         Ok(())
     }
 
-    fn run(&mut self, _: &wire::Step, rows: Vec<Bytes>) -> Result<Output, wire::Fault> {
-        let sampled = wire::Sampled { logits: rows.concat().into(), ..Default::default() };
-        Ok(Output { rows: Bytes::new(), outcome: wire::Outcome { sampled: vec![sampled] } })
+    fn run(&mut self, _: &Step, hidden: Option<&[f32]>) -> Result<StepOutput, StageError> {
+        let rows = vec![RowResult::Logits(hidden.unwrap_or_default().to_vec())];
+        Ok(StepOutput { rows, ..StepOutput::default() })
+    }
+
+    fn restart(&mut self) -> Result<Survived, StageError> {
+        Ok(Survived::State)
     }
 }
 
@@ -125,7 +130,8 @@ fn echo_cluster(security: Security) -> (Cluster, worker::Stop, std::thread::Join
         core: Config {
             timing: Timing::default(),
             layers: 2,
-            local: Some(slice("0:0")),
+            spans: vec![slice("1:output")],
+            sizes: Box::new(|_| (0, 0)),
             fingerprint: Box::new(|_| [7; 32]),
             welcome: wire::Welcome {
                 protocol: PROTOCOL,
@@ -156,17 +162,15 @@ fn echo_cluster(security: Security) -> (Cluster, worker::Stop, std::thread::Join
         },
     };
     let (stop, stopped) = worker::Stop::new();
-    let thread = std::thread::spawn(move || worker::run(options, Echo, stopped).expect("ends as asked"));
+    let thread = std::thread::spawn(move || worker::run(options, || Echo, stopped).expect("ends as asked"));
     (cluster, stop, thread)
 }
 
 /// Time of one step to the worker and back, `rows` rows each way.
-fn round_trip(cluster: &Cluster, epoch: u64, number: u64, rows: usize) -> Duration {
+fn round_trip(cluster: &Cluster, epoch: u64, rows: usize) -> Duration {
     let step = wire::Step {
         epoch,
-        number,
-        segments: vec![wire::Segment { slot: 0, position: 0, rows: rows as u32, prefix: 0 }],
-        before: vec![wire::StateOp { op: Some(wire::state_op::Op::Reset(0)) }],
+        segments: vec![wire::Segment { slot: 0, rows: rows as u32, mark: None }],
         tokens: vec![0; rows * 4].into(),
         ..Default::default()
     };
@@ -175,7 +179,10 @@ fn round_trip(cluster: &Cluster, epoch: u64, number: u64, rows: usize) -> Durati
     cluster.submit(0, step, data);
     let ended = cluster.next(0, epoch, soon(30)).expect("in time").expect("runs");
     let took = started.elapsed();
-    assert_eq!(ended.outcome.sampled[0].logits.len(), rows * WIDTH * 4);
+    let Some(wire::row_result::Result::Logits(back)) = &ended.reports[0].rows[0].result else {
+        panic!("{ended:?}")
+    };
+    assert_eq!(back.len(), rows * WIDTH * 4);
     took
 }
 
@@ -184,8 +191,8 @@ fn a_round_trip_of_64_kib_takes_less_than_5_ms() {
     let _turn = turn();
     for encrypted in [true, false] {
         let (cluster, stop, thread) = echo_cluster(security(!encrypted));
-        let up = cluster.wait(soon(10)).expect("a whole route");
-        let mut times: Vec<Duration> = (1..=300).map(|i| round_trip(&cluster, up.epoch, i, 1)).collect();
+        let up = cluster.wait(0, soon(10)).expect("a whole route");
+        let mut times: Vec<Duration> = (0..300).map(|_| round_trip(&cluster, up.epoch, 1)).collect();
         times.sort_unstable();
         let (median, p99) = (times[150], times[297]);
         println!("encrypted {encrypted}: 64 KiB there and back: median {median:?}, p99 {p99:?}");
@@ -205,13 +212,9 @@ fn strangers_are_refused_on_both_sides_and_running_work_goes_on() {
     let _turn = turn();
     let log = log();
     let (cluster, stop, thread) = echo_cluster(security(false));
-    let up = cluster.wait(soon(10)).expect("a whole route");
+    let up = cluster.wait(0, soon(10)).expect("a whole route");
     let address = cluster.address();
-    let mut number = 0;
-    let mut works = || {
-        number += 1;
-        round_trip(&cluster, up.epoch, number, 1)
-    };
+    let works = || round_trip(&cluster, up.epoch, 1);
     works();
 
     // Another key.
@@ -268,7 +271,7 @@ fn strangers_are_refused_on_both_sides_and_running_work_goes_on() {
             hello,
         };
         let (_keep, stopped) = worker::Stop::new();
-        let error = worker::run(options, Echo, stopped).expect_err("refused").to_string();
+        let error = worker::run(options, || Echo, stopped).expect_err("refused").to_string();
         assert!(error.contains(words), "the worker says: {error}");
         assert!(log.text().contains("refused 127.0.0.1:"), "{}", log.text());
         log.wait_for(words);
@@ -282,12 +285,13 @@ fn strangers_are_refused_on_both_sides_and_running_work_goes_on() {
 fn a_worker_with_another_key_says_so() {
     let _turn = turn();
     let tiny = tiny();
-    let cluster = common::start(&tiny, Some("0:2"), security(false), 32);
+    let serve = tiny.serve(Some("0:2"), Format::Bits32);
+    let (cluster, _stages) = common::coordinator(&tiny, &serve, security(false));
     let mut other =
         Process::worker_with_secret(cluster.address(), "3:output", false, "some other secret of 16");
     std::thread::sleep(Duration::from_millis(1500));
     let lost = cluster.lost().expect("no route").to_string();
-    assert_eq!(lost, "the route is incomplete: missing layers 3 to 5, the output head");
+    assert_eq!(lost, "route incomplete, missing layers 3 to 5, the output head");
     assert!(cluster.nodes().is_empty(), "a stranger is no node");
     other.kill();
 }
@@ -297,8 +301,8 @@ fn strangers_cost_less_than_a_mebibyte() {
     let _turn = turn();
     let (cluster, stop, thread) =
         echo_cluster(Security::Shared(Identity::from_secret(SECRET).expect("identity")));
-    let up = cluster.wait(soon(10)).expect("a whole route");
-    round_trip(&cluster, up.epoch, 1, 1);
+    let up = cluster.wait(0, soon(10)).expect("a whole route");
+    round_trip(&cluster, up.epoch, 1);
     std::thread::sleep(Duration::from_millis(200));
     let before = HELD.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);

@@ -1,13 +1,17 @@
 //! The coordinator's half of the protocol: who is there, the route over them, and the steps under way.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Range;
 use std::time::Duration;
 
+use bytes::Bytes;
 use ds4_model::LayerSlice;
 use thiserror::Error;
 
+use super::worker::pieces;
 use super::{Link, PIECE_BYTES, PROTOCOL, Timing, route};
 use crate::activation::Format;
+use crate::wire::state_op::Op;
 use crate::wire::{self, FromWorkerMessage as From, GoodbyeReason, ToWorkerMessage as To};
 
 /// Connections at once: eight stages, and spares.
@@ -16,13 +20,17 @@ const LINKS_MAX: usize = 16;
 /// From a slice to the fingerprint of its weights in this machine's file.
 pub type Fingerprint = Box<dyn Fn(&LayerSlice) -> [u8; 32] + Send>;
 
+/// From a slice to the bytes of its part of a page and of a frontier.
+pub type Sizes = Box<dyn Fn(&LayerSlice) -> (usize, usize) + Send>;
+
 /// What the coordinator asks of every node.
 pub struct Config {
     pub timing: Timing,
     /// Layers of the model.
     pub layers: usize,
-    /// The slice that this process computes itself.
-    pub local: Option<LayerSlice>,
+    pub sizes: Sizes,
+    /// The slices that workers must cover, in order: all but what this process computes itself.
+    pub spans: Vec<LayerSlice>,
     pub fingerprint: Fingerprint,
     pub welcome: wire::Welcome,
 }
@@ -43,11 +51,12 @@ pub enum Event {
         link: Link,
         reason: String,
     },
-    /// The engine hands a step to a span. Its epoch is the one that the engine believes in.
+    /// The engine hands a step to a span, in the belief that `step.epoch` stands. The step's number is given here.
     Submit {
         span: usize,
         step: wire::Step,
-        rows: Vec<wire::Activations>,
+        /// The activations that it starts from.
+        rows: Bytes,
     },
     /// Steps cannot go on although every node is there: the engine's own stage failed. Starts a new epoch.
     Restart {
@@ -75,14 +84,14 @@ pub enum Action {
         span: usize,
         piece: wire::Activations,
     },
+    /// One report per node of the span, in their order.
     Done {
         span: usize,
-        step: u64,
-        outcome: wire::Outcome,
+        reports: Vec<wire::StepDone>,
     },
+    /// One step has failed; they end in the order in which they were submitted.
     Failed {
         span: usize,
-        step: u64,
         failure: Failure,
     },
     Log {
@@ -95,28 +104,35 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Up {
     pub epoch: u64,
-    /// Checkpoints that every node holds.
-    pub checkpoints: HashSet<u64>,
-    /// In order; `None` is the coordinator's own slice, the others are runs of adjacent nodes.
-    pub stages: Vec<Option<Span>>,
+    /// As [`Config::spans`]: the nodes of each, which the engine sees as one stage.
+    pub spans: Vec<Vec<SpanNode>>,
 }
 
-/// Adjacent nodes, which the engine sees as one stage.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Span {
-    pub index: usize,
+pub struct SpanNode {
+    pub name: String,
     pub slice: LayerSlice,
-    pub nodes: Vec<String>,
+    /// Names what the node remembers: the same number as before, the same pages and checkpoints.
+    pub memory: u64,
 }
 
 /// Why no steps run.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{}{reason}", node.as_ref().map(|n| format!("node {n}: ")).unwrap_or_default())]
+#[error("{why}")]
 pub struct Lost {
-    pub node: Option<String>,
-    pub reason: String,
+    pub why: Why,
     /// On the driver's clock.
     pub since: Duration,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Why {
+    #[error("route incomplete, missing {0}")]
+    Missing(String),
+    #[error("node {name}: {reason}")]
+    Node { name: String, reason: String },
+    #[error("{0}")]
+    Restart(String),
 }
 
 /// Why one step gave nothing.
@@ -127,7 +143,7 @@ pub enum Failure {
     Lost(Lost),
     /// A node could not compute it.
     #[error("node {node}: {}", wire::describe(fault))]
-    Fault { node: String, fault: wire::Fault },
+    Fault { node: String, fault: Box<wire::Fault> },
 }
 
 struct Node {
@@ -180,12 +196,10 @@ enum Route {
     Down(Lost),
     /// Waits for every node to be idle.
     Forming {
-        members: Vec<Option<Link>>,
-        waiting: HashSet<Link>,
-        checkpoints: Option<HashSet<u64>>,
+        members: Vec<Vec<Link>>,
+        memories: HashMap<Link, u64>,
     },
     Up {
-        members: Vec<Option<Link>>,
         spans: Vec<SpanState>,
     },
 }
@@ -203,8 +217,8 @@ struct UnderWay {
     rows: u32,
     started: Duration,
     deadline: Duration,
-    /// Nodes of the span that have finished it.
-    done: usize,
+    /// What the nodes of the span have reported.
+    reports: Vec<Option<wire::StepDone>>,
 }
 
 pub struct Coordinator {
@@ -218,7 +232,7 @@ pub struct Coordinator {
 
 impl Coordinator {
     pub fn new(config: Config) -> Self {
-        let lost = Lost { node: None, reason: String::new(), since: Duration::ZERO };
+        let lost = Lost { why: Why::Restart("the cluster starts".into()), since: Duration::ZERO };
         let mut new = Coordinator {
             config,
             nodes: BTreeMap::new(),
@@ -240,7 +254,7 @@ impl Coordinator {
             Event::Submit { span, step, rows } => self.submit(now, span, step, rows),
             Event::Restart { epoch, reason } => {
                 if epoch == self.epoch && matches!(self.route, Route::Up { .. }) {
-                    self.down(now, Lost { node: None, reason, since: now }, None);
+                    self.down(Lost { why: Why::Restart(reason), since: now }, None);
                     self.form();
                 }
             }
@@ -255,13 +269,12 @@ impl Coordinator {
             Route::Up { .. } => None,
             Route::Down(lost) => Some(lost.clone()),
             Route::Forming { .. } => {
-                Some(Lost { node: None, reason: "the route is being set up".into(), since: Duration::ZERO })
+                Some(Lost { why: Why::Restart("the route is being set up".into()), since: Duration::ZERO })
             }
         }
     }
 
     pub fn status(&self, now: Duration) -> Vec<NodeStatus> {
-        let members = self.members();
         self.nodes
             .iter()
             .map(|(link, n)| NodeStatus {
@@ -273,7 +286,7 @@ impl Coordinator {
                     State::Loading => "loading",
                     State::Ready => "ready",
                 },
-                in_route: members.contains(&Some(*link)),
+                in_route: self.is_member(*link),
                 silent_for: now.saturating_sub(n.heard),
                 round_trip: n.round_trip,
                 stats: n.stats,
@@ -281,10 +294,11 @@ impl Coordinator {
             .collect()
     }
 
-    fn members(&self) -> &[Option<Link>] {
+    fn is_member(&self, link: Link) -> bool {
         match &self.route {
-            Route::Down(_) => &[],
-            Route::Forming { members, .. } | Route::Up { members, .. } => members,
+            Route::Down(_) => false,
+            Route::Forming { members, .. } => members.iter().flatten().any(|&l| l == link),
+            Route::Up { spans } => spans.iter().any(|s| s.links.contains(&link)),
         }
     }
 
@@ -346,8 +360,9 @@ impl Coordinator {
 
     fn drop_node(&mut self, now: Duration, link: Link, reason: &str) {
         let Some(node) = self.nodes.remove(&link) else { return };
-        if self.members().contains(&Some(link)) {
-            self.down(now, Lost { node: Some(node.name), reason: reason.into(), since: now }, None);
+        if self.is_member(link) {
+            let why = Why::Node { name: node.name, reason: reason.into() };
+            self.down(Lost { why, since: now }, None);
         }
         self.form();
     }
@@ -449,146 +464,118 @@ impl Coordinator {
     // ---- the route --------------------------------------------------------------------------------------------
 
     /// Ends the epoch: every step under way fails, `fault`y ones by their own reason.
-    fn down(&mut self, now: Duration, lost: Lost, fault: Option<(Link, wire::StepFailed)>) {
+    fn down(&mut self, lost: Lost, fault: Option<(Link, wire::StepFailed)>) {
         let route = std::mem::replace(&mut self.route, Route::Down(lost.clone()));
-        let Route::Up { spans, .. } = route else { return };
+        let Route::Up { spans } = route else { return };
         for (index, span) in spans.into_iter().enumerate() {
             for step in span.under_way {
                 let failure = match &fault {
                     Some((link, f)) if span.links.contains(link) && f.step == step.step => Failure::Fault {
                         node: self.nodes.get(link).map_or_else(String::new, |n| n.name.clone()),
-                        fault: f.fault.clone().unwrap_or_default(),
+                        fault: Box::new(f.fault.clone().unwrap_or_default()),
                     },
                     _ => Failure::Lost(lost.clone()),
                 };
-                self.actions.push(Action::Failed { span: index, step: step.step, failure });
+                self.actions.push(Action::Failed { span: index, failure });
             }
         }
-        self.actions.push(Action::RouteDown(Lost { since: now, ..lost }));
+        self.actions.push(Action::RouteDown(lost));
     }
 
     /// Where no route stands, tries to set one up from who is ready.
     fn form(&mut self) {
         let Route::Down(lost) = &self.route else { return };
-        let ready = self.nodes.iter().filter(|(_, n)| n.state == State::Ready);
-        let candidates: Vec<(Option<Link>, LayerSlice)> = self
-            .config
-            .local
-            .map(|s| (None, s))
-            .into_iter()
-            .chain(ready.map(|(l, n)| (Some(*l), n.slice)))
-            .collect();
-        let slices: Vec<LayerSlice> = candidates.iter().map(|c| c.1).collect();
-        match route::assemble(&slices, self.config.layers) {
-            Err(missing) => {
-                let reason = match &lost.node {
-                    // Who went, and why, says more than what is missing since.
-                    Some(_) => lost.reason.clone(),
-                    None => format!("the route is incomplete: {missing}"),
-                };
-                if reason != lost.reason {
-                    let lost = Lost { node: lost.node.clone(), reason: reason.clone(), since: lost.since };
-                    self.route = Route::Down(lost);
-                    self.log(false, reason);
-                }
+        let ready: Vec<(Link, LayerSlice)> =
+            self.nodes.iter().filter(|(_, n)| n.state == State::Ready).map(|(l, n)| (*l, n.slice)).collect();
+        let slices: Vec<LayerSlice> = ready.iter().map(|r| r.1).collect();
+        let (mut members, mut missing) = (Vec::new(), Vec::new());
+        for span in &self.config.spans {
+            match route::assemble(&slices, span) {
+                Ok(path) => members.push(path.iter().map(|&i| ready[i].0).collect::<Vec<Link>>()),
+                Err(what) => missing.push(what),
             }
-            Ok(path) => {
-                self.epoch += 1;
-                let members: Vec<Option<Link>> = path.iter().map(|&i| candidates[i].0).collect();
-                let waiting: HashSet<Link> = members.iter().flatten().copied().collect();
-                for (place, member) in members.iter().enumerate() {
-                    let Some(link) = member else { continue };
-                    let next = members.get(place + 1).copied().flatten();
-                    let next =
-                        next.and_then(|l| self.nodes.get(&l)).map_or(String::new(), |n| n.listen.clone());
-                    let route = wire::Route {
-                        epoch: self.epoch,
-                        place: place as u32,
-                        places: members.len() as u32,
-                        next,
-                    };
-                    self.actions.push(Action::Send { link: *link, message: To::Route(route) });
-                }
-                self.route = Route::Forming { members, waiting, checkpoints: None };
-                self.complete();
-            }
+        }
+        if missing.is_empty() {
+            return self.announce(members);
+        }
+        // Who went, and why, says more than what is missing since.
+        let why = Why::Missing(missing.join("; "));
+        if why != lost.why && !matches!(lost.why, Why::Node { .. }) {
+            self.log(false, why.to_string());
+            let Route::Down(lost) = &mut self.route else { return };
+            lost.why = why;
         }
     }
 
+    /// Tells the nodes of a route their places, under a new epoch.
+    fn announce(&mut self, members: Vec<Vec<Link>>) {
+        self.epoch += 1;
+        for span in &members {
+            for (place, &link) in span.iter().enumerate() {
+                let next = span.get(place + 1).and_then(|l| self.nodes.get(l));
+                let route = wire::Route {
+                    epoch: self.epoch,
+                    place: place as u32,
+                    places: span.len() as u32,
+                    next: next.map_or(String::new(), |n| n.listen.clone()),
+                };
+                self.actions.push(Action::Send { link, message: To::Route(route) });
+            }
+        }
+        self.route = Route::Forming { members, memories: HashMap::new() };
+        self.complete();
+    }
+
     fn route_ready(&mut self, link: Link, ready: wire::RouteReady) {
-        if ready.epoch != self.epoch {
+        if ready.epoch != self.epoch || !self.is_member(link) {
             return;
         }
-        let Route::Forming { waiting, checkpoints, .. } = &mut self.route else { return };
-        if waiting.remove(&link) {
-            let held: HashSet<u64> = ready.checkpoints.into_iter().collect();
-            *checkpoints = Some(match checkpoints.take() {
-                Some(all) => all.intersection(&held).copied().collect(),
-                None => held,
-            });
+        if let Route::Forming { memories, .. } = &mut self.route {
+            memories.insert(link, ready.memory);
             self.complete();
         }
     }
 
     fn complete(&mut self) {
-        let Route::Forming { members, waiting, checkpoints } = &mut self.route else { return };
-        if !waiting.is_empty() {
+        let Route::Forming { members, memories } = &self.route else { return };
+        if !members.iter().flatten().all(|l| memories.contains_key(l)) {
             return;
         }
-        let (members, checkpoints) = (std::mem::take(members), checkpoints.take().unwrap_or_default());
-        let (mut stages, mut spans) = (Vec::new(), Vec::<SpanState>::new());
-        let mut open = false;
-        for member in &members {
-            let Some((link, node)) = member.and_then(|l| self.nodes.get(&l).map(|n| (l, n))) else {
-                stages.push(None);
-                open = false;
-                continue;
-            };
-            if !open {
-                stages.push(Some(Span { index: spans.len(), slice: node.slice, nodes: Vec::new() }));
-                spans.push(SpanState {
-                    links: Vec::new(),
-                    next_step: 1,
-                    under_way: VecDeque::new(),
-                    time_per_row: None,
-                });
-                open = true;
-            }
-            if let (Some(Some(stage)), Some(span)) = (stages.last_mut(), spans.last_mut()) {
-                stage.slice = LayerSlice { first: stage.slice.first, ..node.slice };
-                stage.nodes.push(node.name.clone());
-                span.links.push(link);
-            }
-        }
-        let names: Vec<String> = stages
-            .iter()
-            .map(|s| s.as_ref().map_or("this machine".to_string(), |s| s.nodes.join(" > ")))
-            .collect();
+        let describe = |link: &Link| {
+            let (node, memory) = (self.nodes.get(link)?, *memories.get(link)?);
+            Some(SpanNode { name: node.name.clone(), slice: node.slice, memory })
+        };
+        let spans: Vec<Vec<SpanNode>> =
+            members.iter().map(|span| span.iter().filter_map(describe).collect()).collect();
+        let states = members.iter().map(|links| SpanState {
+            links: links.clone(),
+            next_step: 1,
+            under_way: VecDeque::new(),
+            time_per_row: None,
+        });
+        self.route = Route::Up { spans: states.collect() };
+        let names: Vec<&str> = spans.iter().flatten().map(|n| n.name.as_str()).collect();
         self.log(false, format!("the route is whole: {}", names.join(" > ")));
-        self.actions.push(Action::RouteUp(Up { epoch: self.epoch, checkpoints, stages }));
-        self.route = Route::Up { members, spans };
+        self.actions.push(Action::RouteUp(Up { epoch: self.epoch, spans }));
     }
 
     // ---- steps ------------------------------------------------------------------------------------------------
 
-    fn submit(&mut self, now: Duration, index: usize, mut step: wire::Step, rows: Vec<wire::Activations>) {
+    fn submit(&mut self, now: Duration, index: usize, mut step: wire::Step, rows: Bytes) {
         let lost = self.lost();
-        let timing = self.config.timing;
-        let number = step.number;
-        let epoch = self.epoch;
-        let Route::Up { spans, .. } = &mut self.route else {
-            let failure = Failure::Lost(lost.unwrap_or_else(|| outdated(now)));
-            return self.actions.push(Action::Failed { span: index, step: number, failure });
+        let (timing, epoch, steps_max) =
+            (self.config.timing, self.epoch, self.config.welcome.steps_max as usize);
+        let span = match &mut self.route {
+            Route::Up { spans } if step.epoch == epoch => spans.get_mut(index),
+            _ => None,
         };
-        let span = match spans.get_mut(index) {
-            Some(span) if step.epoch == epoch && number == span.next_step => span,
-            _ => {
-                let failure = Failure::Lost(outdated(now));
-                return self.actions.push(Action::Failed { span: index, step: number, failure });
-            }
+        let Some(span) = span.filter(|s| s.under_way.len() < steps_max) else {
+            let why = Why::Restart("the route has changed since the step was made".into());
+            let failure = Failure::Lost(lost.unwrap_or(Lost { why, since: now }));
+            return self.actions.push(Action::Failed { span: index, failure });
         };
+        step.number = span.next_step;
         span.next_step += 1;
-        step.epoch = epoch;
         let count: u32 = step.segments.iter().map(|s| s.rows).sum();
         let ahead: u32 = span.under_way.iter().map(|s| s.rows).sum::<u32>() + count.max(1);
         let allowed = match span.time_per_row {
@@ -596,17 +583,23 @@ impl Coordinator {
             None => timing.step_first,
         };
         span.under_way.push_back(UnderWay {
-            step: number,
+            step: step.number,
             rows: count.max(1),
             started: now,
             deadline: now + allowed,
-            done: 0,
+            reports: vec![None; span.links.len()],
         });
-        for &link in &span.links {
-            self.actions.push(Action::Send { link, message: To::Step(step.clone()) });
+        let links = span.links.clone();
+        let (mut page_at, mut frontier_at) = (0, 0);
+        for &link in &links {
+            let Some(node) = self.nodes.get(&link) else { continue };
+            let (page, frontier) = (self.config.sizes)(&node.slice);
+            let part = part_of(&step, page_at..page_at + page, frontier_at..frontier_at + frontier);
+            (page_at, frontier_at) = (page_at + page, frontier_at + frontier);
+            self.actions.push(Action::Send { link, message: To::Step(part) });
         }
-        if let Some(&first) = span.links.first() {
-            for piece in rows {
+        if let Some(&first) = links.first() {
+            for piece in pieces(epoch, step.number, count, rows) {
                 self.actions.push(Action::Send { link: first, message: To::Activations(piece) });
             }
         }
@@ -626,7 +619,7 @@ impl Coordinator {
                 "activations in too large a piece".into(),
             );
         }
-        let Route::Up { spans, .. } = &self.route else { return };
+        let Route::Up { spans } = &self.route else { return };
         let place = spans.iter().enumerate().find_map(|(i, s)| {
             s.links.iter().position(|&l| l == link).map(|p| (i, s.links.get(p + 1).copied()))
         });
@@ -650,53 +643,37 @@ impl Coordinator {
             node.stats.bytes_in += t.bytes_in;
             node.stats.bytes_out += t.bytes_out;
         }
-        let Route::Up { spans, .. } = &mut self.route else { return };
-        for (index, span) in spans.iter_mut().enumerate() {
-            let Some(place) = span.links.iter().position(|&l| l == link) else { continue };
-            let last = place + 1 == span.links.len();
-            let Some(at) = span.under_way.iter().position(|s| s.step == done.step) else {
-                // A node in the middle may report after the last one has finished the step.
-                if last {
-                    self.refuse(
-                        now,
-                        link,
-                        GoodbyeReason::Protocol,
-                        format!("step {} is not under way", done.step),
-                    );
-                }
-                return;
-            };
-            span.under_way[at].done = span.under_way[at].done.max(place + 1);
-            if last {
-                if at != 0 {
-                    self.refuse(
-                        now,
-                        link,
-                        GoodbyeReason::Protocol,
-                        format!("step {} is not the next", done.step),
-                    );
-                    return;
-                }
-                if let Some(step) = span.under_way.pop_front() {
-                    let per_row = now.saturating_sub(step.started) / step.rows;
-                    span.time_per_row = Some(span.time_per_row.map_or(per_row, |t| t.max(per_row)));
-                }
-                let outcome = done.outcome.unwrap_or_default();
-                self.actions.push(Action::Done { span: index, step: done.step, outcome });
-            }
-            return;
+        let Route::Up { spans } = &mut self.route else { return };
+        let place = spans
+            .iter_mut()
+            .enumerate()
+            .find_map(|(i, s)| s.links.iter().position(|&l| l == link).map(|place| (i, s, place)));
+        let Some((index, span, place)) = place else { return };
+        let number = done.step;
+        // A node reports its steps in order, each once.
+        let waiting = span.under_way.iter_mut().find(|s| s.reports[place].is_none());
+        let Some(step) = waiting.filter(|s| s.step == number) else {
+            return self.refuse(now, link, GoodbyeReason::Protocol, format!("step {number} is not its next"));
+        };
+        step.reports[place] = Some(done);
+        while span.under_way.front().is_some_and(|s| s.reports.iter().all(Option::is_some)) {
+            let Some(step) = span.under_way.pop_front() else { return };
+            let per_row = now.saturating_sub(step.started) / step.rows;
+            span.time_per_row = Some(span.time_per_row.map_or(per_row, |t| t.max(per_row)));
+            let reports = step.reports.into_iter().flatten().collect();
+            self.actions.push(Action::Done { span: index, reports });
         }
     }
 
     fn step_failed(&mut self, now: Duration, link: Link, failed: wire::StepFailed) {
-        if failed.epoch != self.epoch || !self.members().contains(&Some(link)) {
+        if failed.epoch != self.epoch || !self.is_member(link) {
             return;
         }
         let Some(node) = self.nodes.get(&link) else { return };
         let reason = wire::describe(&failed.fault.clone().unwrap_or_default());
-        let lost = Lost { node: Some(node.name.clone()), reason, since: now };
+        let lost = Lost { why: Why::Node { name: node.name.clone(), reason }, since: now };
         self.log(true, format!("step {} failed: {lost}", failed.step));
-        self.down(now, lost, Some((link, failed)));
+        self.down(lost, Some((link, failed)));
         self.form();
     }
 
@@ -713,11 +690,12 @@ impl Coordinator {
                 dead.push((link, format!("no message for {:.1} s", silent.as_secs_f64())));
             }
         }
-        if let Route::Up { spans, .. } = &self.route {
+        if let Route::Up { spans } = &self.route {
             for span in spans {
                 if let Some(step) = span.under_way.front().filter(|s| now >= s.deadline) {
                     let allowed = step.deadline.saturating_sub(step.started).as_secs_f64();
-                    let culprit = span.links[step.done.min(span.links.len() - 1)];
+                    let late = step.reports.iter().position(Option::is_none).unwrap_or_default();
+                    let culprit = span.links[late];
                     dead.push((
                         culprit,
                         format!("step {} of {} rows took more than {allowed:.1} s", step.step, step.rows),
@@ -739,6 +717,17 @@ impl Coordinator {
     }
 }
 
-fn outdated(now: Duration) -> Lost {
-    Lost { node: None, reason: "the route has changed since the step was made".into(), since: now }
+/// The step as one node of a span gets it: written bytes are cut to its layers' part. Bytes that are too short give a
+/// part that is, and the node refuses it by its length.
+fn part_of(step: &wire::Step, page: Range<usize>, frontier: Range<usize>) -> wire::Step {
+    let mut part = step.clone();
+    for op in part.before.iter_mut().chain(&mut part.after) {
+        let (data, range) = match &mut op.op {
+            Some(Op::WritePage(w)) => (&mut w.data, &page),
+            Some(Op::WriteCheckpoint(w)) => (&mut w.data, &frontier),
+            _ => continue,
+        };
+        *data = data.slice(range.start.min(data.len())..range.end.min(data.len()));
+    }
+    part
 }

@@ -3,7 +3,6 @@
 //! `tests/simulation.rs` on a network that misbehaves from a seed.
 
 pub mod coordinator;
-pub mod ledger;
 pub mod route;
 pub mod worker;
 
@@ -15,8 +14,8 @@ pub const PROTOCOL: u32 = 1;
 /// Bytes of activations in one message. Rows longer than this travel one by one.
 pub const PIECE_BYTES: usize = 1 << 20;
 
-/// The longest message, encoded: a piece of activations, or a step with its pages and tokens.
-pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// The longest message, encoded: a step whose operations carry pages and checkpoints.
+pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
 /// A connection, numbered by the driver; never reused.
 pub type Link = u64;

@@ -2,22 +2,22 @@
 
 use ds4_model::LayerSlice;
 
-/// Indices into `slices` that cover layer 0 to the output head, in order; every layer once. Earlier entries are
-/// preferred, so that a spare worker does not displace one that is in use.
-pub fn assemble(slices: &[LayerSlice], total: usize) -> Result<Vec<usize>, String> {
+/// Indices into `slices` that cover `span` from its first layer to its last (and to the output head, where it owns
+/// that), in order; every layer once. Earlier entries are preferred.
+pub fn assemble(slices: &[LayerSlice], span: &LayerSlice) -> Result<Vec<usize>, String> {
     let mut path = Vec::new();
-    if extend(slices, total, 0, &mut path) { Ok(path) } else { Err(missing(slices, total)) }
+    if extend(slices, span, span.first, &mut path) { Ok(path) } else { Err(missing(slices, span)) }
 }
 
-fn extend(slices: &[LayerSlice], total: usize, from: usize, path: &mut Vec<usize>) -> bool {
-    if from == total && path.last().is_some_and(|&i| slices[i].head) {
+fn extend(slices: &[LayerSlice], span: &LayerSlice, from: usize, path: &mut Vec<usize>) -> bool {
+    if from == span.end {
         return true;
     }
     for (i, s) in slices.iter().enumerate() {
-        // The last slice must own the head; one without it leads nowhere.
-        if s.first == from && !s.is_empty() && (s.end < total || s.head) {
+        let ends_well = s.end < span.end || (s.end == span.end && s.head == span.head);
+        if s.first == from && !s.is_empty() && ends_well {
             path.push(i);
-            if extend(slices, total, s.end, path) {
+            if extend(slices, span, s.end, path) {
                 return true;
             }
             path.pop();
@@ -26,17 +26,17 @@ fn extend(slices: &[LayerSlice], total: usize, from: usize, path: &mut Vec<usize
     false
 }
 
-fn missing(slices: &[LayerSlice], total: usize) -> String {
+fn missing(slices: &[LayerSlice], span: &LayerSlice) -> String {
     let covered = |layer: usize| slices.iter().any(|s| s.layers().contains(&layer));
     let mut parts = Vec::new();
-    let mut layer = 0;
-    while layer < total {
+    let mut layer = span.first;
+    while layer < span.end {
         if covered(layer) {
             layer += 1;
             continue;
         }
         let first = layer;
-        while layer < total && !covered(layer) {
+        while layer < span.end && !covered(layer) {
             layer += 1;
         }
         parts.push(if layer - first == 1 {
@@ -45,14 +45,14 @@ fn missing(slices: &[LayerSlice], total: usize) -> String {
             format!("layers {first} to {}", layer - 1)
         });
     }
-    if !slices.iter().any(|s| s.head) {
+    if span.head && !slices.iter().any(|s| s.head) {
         parts.push("the output head".into());
     }
     if parts.is_empty() {
         let have: Vec<String> = slices.iter().map(ToString::to_string).collect();
-        return format!("slices do not join end to end: {}", have.join(", "));
+        return format!("a joint in {span}: the slices {} do not follow each other", have.join(", "));
     }
-    format!("missing {}", parts.join(", "))
+    parts.join(", ")
 }
 
 #[cfg(test)]
@@ -73,20 +73,30 @@ mod tests {
             (&["0:2", "0:1", "2:output"], &[1, 2]),
             (&["0:2", "3:5", "3:output", "3:output"], &[0, 2]),
         ] {
-            assert_eq!(assemble(&slices(texts), 6).as_deref(), Ok(route), "{texts:?}");
+            assert_eq!(assemble(&slices(texts), &LayerSlice::whole(6)).as_deref(), Ok(route), "{texts:?}");
         }
+    }
+
+    #[test]
+    fn covers_a_span_and_no_more() {
+        let span = LayerSlice::parse("0:1", 6).expect("slice");
+        assert_eq!(assemble(&slices(&["0:output", "0:0", "1:1"]), &span), Ok(vec![1, 2]));
+        assert_eq!(
+            assemble(&slices(&["0:output"]), &span),
+            Err("a joint in 0:1: the slices 0:output do not follow each other".into())
+        );
     }
 
     #[test]
     fn names_what_is_missing() {
         for (texts, words) in [
-            (&[][..], "missing layers 0 to 5, the output head"),
-            (&["0:2"], "missing layers 3 to 5, the output head"),
-            (&["0:2", "4:output"], "missing layer 3"),
-            (&["0:2", "3:5"], "missing the output head"),
-            (&["0:3", "2:output"], "slices do not join end to end: 0:3, 2:output"),
+            (&[][..], "layers 0 to 5, the output head"),
+            (&["0:2"], "layers 3 to 5, the output head"),
+            (&["0:2", "4:output"], "layer 3"),
+            (&["0:2", "3:5"], "the output head"),
+            (&["0:3", "2:output"], "a joint in 0:output: the slices 0:3, 2:output do not follow each other"),
         ] {
-            assert_eq!(assemble(&slices(texts), 6), Err(words.into()), "{texts:?}");
+            assert_eq!(assemble(&slices(texts), &LayerSlice::whole(6)), Err(words.into()), "{texts:?}");
         }
     }
 }

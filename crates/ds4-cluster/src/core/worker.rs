@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::ledger::Ledger;
 use super::{PIECE_BYTES, PROTOCOL, Timing};
 use crate::activation::Format;
 use crate::wire::{self, FromWorkerMessage as From, GoodbyeReason, ToWorkerMessage as To};
@@ -23,11 +22,16 @@ pub enum Event {
     Message(To),
     /// Activations from the node before, not by way of the coordinator.
     Fed(wire::Activations),
-    Loaded(Result<(), wire::Fault>),
+    Loaded(Result<(), Box<wire::Fault>>),
+    /// The stage has forgotten the steps of earlier epochs. `Ok(false)`: its memory is gone, too.
+    Restarted {
+        epoch: u64,
+        result: Result<bool, Box<wire::Fault>>,
+    },
     Ran {
         epoch: u64,
         step: u64,
-        result: Result<Output, wire::Fault>,
+        result: Result<Output, Box<wire::Fault>>,
         compute: Duration,
     },
     /// Activations could not be handed to the next node.
@@ -40,11 +44,15 @@ pub enum Event {
     Tick,
 }
 
-/// What a step gave: activations for the next node, or the sampled tokens.
+/// What a step gave.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Output {
-    pub rows: Bytes,
-    pub outcome: wire::Outcome,
+    /// Activations for the next node.
+    pub hidden: Bytes,
+    /// From the node with the output head: one per want.
+    pub rows: Vec<wire::RowResult>,
+    /// One per read operation.
+    pub reads: Vec<Bytes>,
 }
 
 #[derive(Debug, PartialEq)]
@@ -55,6 +63,10 @@ pub enum Action {
     Close,
     /// Size the stage for this. Answered by [`Event::Loaded`].
     Load(wire::Welcome),
+    /// Make ready for steps of this epoch. Answered by [`Event::Restarted`].
+    Restart {
+        epoch: u64,
+    },
     /// Answered by [`Event::Ran`]. `rows` are whole, in pieces; empty where the slice embeds.
     Run {
         step: wire::Step,
@@ -89,11 +101,15 @@ pub struct Worker {
     wanted: Option<wire::Welcome>,
     loading: Option<wire::Welcome>,
     loaded: Option<wire::Welcome>,
-    ledger: Ledger,
+    /// Names what the stage remembers.
+    memory: u64,
+    loads: u64,
+    /// 0: none, until the coordinator sets a route.
     epoch: u64,
     next: Option<String>,
-    /// A route was set; RouteReady goes out as soon as the stage is idle.
+    /// A route was set; the stage restarts as soon as it is idle, then RouteReady goes out.
     announce: bool,
+    restarting: bool,
     running: Option<Running>,
     queue: VecDeque<Pending>,
     next_step: u64,
@@ -140,10 +156,12 @@ impl Worker {
             wanted: None,
             loading: None,
             loaded: None,
-            ledger: Ledger::default(),
+            memory: 0,
+            loads: 0,
             epoch: 0,
             next: None,
             announce: false,
+            restarting: false,
             running: None,
             queue: VecDeque::new(),
             next_step: 1,
@@ -161,6 +179,7 @@ impl Worker {
             }
             Event::Fed(piece) => self.activations(now, piece),
             Event::Loaded(result) => self.load_ended(result),
+            Event::Restarted { epoch, result } => self.restarted(now, epoch, result),
             Event::Ran { epoch, step, result, compute } => self.ran(epoch, step, result, compute),
             Event::FeedLost { reason } => self.feed_lost(reason),
             Event::Exit { reason } => {
@@ -310,12 +329,12 @@ impl Worker {
         }
     }
 
-    fn load_ended(&mut self, result: Result<(), wire::Fault>) {
+    fn load_ended(&mut self, result: Result<(), Box<wire::Fault>>) {
         let Some(welcome) = self.loading.take() else { return };
         match result {
             Ok(()) => {
                 self.loaded = Some(welcome);
-                self.ledger = Ledger::default();
+                self.forget();
                 if self.link == LinkState::Welcomed {
                     self.load();
                 }
@@ -324,6 +343,33 @@ impl Worker {
                 let reason = wire::describe(&fault);
                 self.say_goodbye(GoodbyeReason::Memory, reason.clone());
                 self.stop(true, reason);
+            }
+        }
+    }
+
+    /// The stage remembers nothing of before.
+    fn forget(&mut self) {
+        self.loads += 1;
+        self.memory = self.hello.boot.wrapping_add(self.loads.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    }
+
+    fn restarted(&mut self, now: Duration, epoch: u64, result: Result<bool, Box<wire::Fault>>) {
+        self.restarting = false;
+        match result {
+            Ok(kept) => {
+                if !kept {
+                    self.forget();
+                }
+                if epoch == self.epoch && self.link == LinkState::Welcomed {
+                    self.send(From::RouteReady(wire::RouteReady { epoch, memory: self.memory }));
+                }
+            }
+            Err(fault) => {
+                // A stage that cannot be made ready again is loaded anew, by the next welcome.
+                self.loaded = None;
+                let details = wire::describe(&fault);
+                self.say_goodbye(GoodbyeReason::Memory, details.clone());
+                self.closed(now, &details);
             }
         }
     }
@@ -428,13 +474,14 @@ impl Worker {
     }
 
     fn run_next(&mut self, now: Duration) {
-        if self.running.is_some() || self.loading.is_some() {
+        if self.running.is_some() || self.loading.is_some() || self.restarting {
             return;
         }
         if self.announce && self.link == LinkState::Welcomed {
             self.announce = false;
-            let ready = wire::RouteReady { epoch: self.epoch, checkpoints: self.ledger.checkpoints() };
-            self.send(From::RouteReady(ready));
+            self.restarting = true;
+            self.actions.push(Action::Restart { epoch: self.epoch });
+            return;
         }
         let embeds = self.embeds();
         let complete = self.queue.front().is_some_and(|p| {
@@ -446,12 +493,6 @@ impl Worker {
         }
         let Some(Pending { head: Some(step), pieces, since, .. }) = self.queue.pop_front() else { return };
         self.next_step += 1;
-        if let Err(details) = self.ledger.apply(&step) {
-            self.ledger.spoil(&step);
-            let fault =
-                wire::Fault { kind: wire::FaultKind::OutOfStep.into(), details, ..Default::default() };
-            return self.fail(step.number, fault);
-        }
         let bytes_in = pieces.iter().map(|p| p.len() as u64).sum();
         let running =
             Running { epoch: self.epoch, step: step.clone(), waited: now.saturating_sub(since), bytes_in };
@@ -464,22 +505,20 @@ impl Worker {
         let failed = wire::StepFailed { epoch: self.epoch, step, fault: Some(fault) };
         self.send(From::StepFailed(failed));
         // What follows was made in the belief that this step worked.
-        self.queue.clear();
+        self.end_epoch();
+        self.epoch = 0;
     }
 
-    fn ran(&mut self, epoch: u64, step: u64, result: Result<Output, wire::Fault>, compute: Duration) {
+    fn ran(&mut self, epoch: u64, step: u64, result: Result<Output, Box<wire::Fault>>, compute: Duration) {
         let Some(running) = self.running.take().filter(|r| r.epoch == epoch && r.step.number == step) else {
             return;
         };
-        if result.is_err() {
-            self.ledger.spoil(&running.step);
-        }
         if epoch != self.epoch || self.link != LinkState::Welcomed {
             return;
         }
         let output = match result {
             Ok(output) => output,
-            Err(fault) => return self.fail(step, fault),
+            Err(fault) => return self.fail(step, *fault),
         };
         let rows: u32 = running.step.segments.iter().map(|s| s.rows).sum();
         let timing = wire::StepTiming {
@@ -488,15 +527,16 @@ impl Worker {
             wait_us: running.waited.as_micros() as u64,
             send_us: 0,
             bytes_in: running.bytes_in,
-            bytes_out: output.rows.len() as u64,
+            bytes_out: output.hidden.len() as u64,
         };
-        for piece in pieces(epoch, step, rows, output.rows) {
+        for piece in pieces(epoch, step, rows, output.hidden) {
             match self.next {
                 Some(_) => self.actions.push(Action::Feed(piece)),
                 None => self.send(From::Activations(piece)),
             }
         }
-        let done = wire::StepDone { epoch, step, timing: Some(timing), outcome: Some(output.outcome) };
+        let done =
+            wire::StepDone { epoch, step, timing: Some(timing), rows: output.rows, reads: output.reads };
         self.send(From::StepDone(done));
     }
 

@@ -4,212 +4,106 @@
 #![allow(dead_code)]
 
 use std::net::SocketAddr;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use ds4_cluster::activation::Format;
 use ds4_cluster::coordinator::{self, Cluster};
-use ds4_cluster::core::coordinator::Config;
-use ds4_cluster::core::worker::Output;
-use ds4_cluster::core::{PROTOCOL, Timing};
+use ds4_cluster::core::Timing;
 use ds4_cluster::endpoint::Endpoint;
-use ds4_cluster::host::Host;
+use ds4_cluster::host::{MachineHost, StageAsk};
 use ds4_cluster::security::{Identity, Security};
-use ds4_cluster::wire::{self, state_op::Op};
-use ds4_cluster::{fingerprint, worker};
+use ds4_cluster::setup::{self, Serve};
+use ds4_cluster::{RemoteStage, worker};
+use ds4_engine::{LocalStage, Machine, Pipeline, Stage, StageLimits};
 use ds4_gguf::Gguf;
-use ds4_model::{
-    Backend, Batch, HyperParams, KvLayout, LayerSlice, Limits, Model, ModelError, Numerics, Outputs,
-    RowFormat, Setup,
-};
+use ds4_model::{HyperParams, KvLayout, LayerSlice, Limits, Model, ModelError, Numerics, RowFormat, Setup};
 use ds4_reference::Reference;
 
 pub const SECRET: &[u8] = b"the secret of these tests";
 pub const CONTEXT: usize = 768;
-pub const ROWS: u32 = 64;
-pub const SLOTS: u32 = 2;
+pub const ROWS: usize = 64;
+pub const SLOTS: usize = 2;
 
+#[derive(Clone)]
 pub struct Tiny {
-    pub gguf: Gguf,
     pub hyper: HyperParams,
 }
 
+pub fn gguf() -> Gguf {
+    Gguf::open(&ds4_testdata::tiny_model()).expect("tiny model")
+}
+
 pub fn tiny() -> Tiny {
-    let gguf = Gguf::open(&ds4_testdata::tiny_model()).expect("tiny model");
-    let hyper = HyperParams::from_metadata(gguf.metadata()).expect("hyper-parameters");
-    Tiny { gguf, hyper }
+    Tiny { hyper: HyperParams::from_metadata(gguf().metadata()).expect("hyper-parameters") }
 }
 
 impl Tiny {
-    pub fn layers(&self) -> usize {
-        self.hyper.layers.len()
-    }
-
     pub fn slice(&self, text: &str) -> LayerSlice {
-        LayerSlice::parse(text, self.layers()).expect("slice")
+        LayerSlice::parse(text, self.hyper.layers.len()).expect("slice")
     }
 
-    pub fn width(&self) -> usize {
-        self.hyper.streams * self.hyper.hidden
-    }
-
-    pub fn welcome(&self, bits: u32) -> wire::Welcome {
-        wire::Welcome {
-            protocol: PROTOCOL,
-            version: "test".into(),
-            limits: Some(wire::Limits {
-                context: CONTEXT as u64,
-                rows: ROWS,
-                outputs: ROWS,
-                slots: SLOTS,
-                pages: SLOTS * KvLayout::pages_for(CONTEXT) as u32,
-                checkpoints: 8,
-            }),
-            activation_bits: bits,
-            heartbeat_ms: 300,
-            heartbeats_missed_max: 3,
-            steps_max: 6,
-            width: self.width() as u32,
-            qat: false,
-            exact: true,
-            rows_f32: true,
-        }
-    }
-}
-
-/// A slice of the tiny model on the reference backend.
-pub struct TinyStage {
-    tiny: Tiny,
-    slice: LayerSlice,
-    format: Format,
-    model: Option<Model<Reference>>,
-    checkpoints: std::collections::HashMap<u64, Vec<u8>>,
-}
-
-fn fault(e: impl std::fmt::Display) -> wire::Fault {
-    wire::Fault { kind: wire::FaultKind::Failed.into(), details: e.to_string(), ..Default::default() }
-}
-
-impl TinyStage {
-    pub fn new(slice: &str) -> Self {
-        let tiny = tiny();
-        let slice = tiny.slice(slice);
-        TinyStage { tiny, slice, format: Format::Bits32, model: None, checkpoints: Default::default() }
-    }
-
-    fn operations(&mut self, ops: &[wire::StateOp]) -> Result<(), ModelError> {
-        let model = self.model.as_mut().expect("loaded");
-        let bytes = model.setup().layout.frontier_bytes;
-        for op in ops {
-            match op.op.as_ref().expect("known") {
-                Op::Reset(slot) => model.backend.reset(*slot)?,
-                Op::SetPages(p) => model.backend.set_pages(p.slot, p.first as usize, &p.pages)?,
-                Op::CopyPage(c) => model.backend.copy_page(c.from, c.to)?,
-                Op::Save(c) => {
-                    let mut frontier = vec![0; bytes];
-                    model.backend.save_frontier(c.slot, &mut frontier)?;
-                    self.checkpoints.insert(c.number, frontier);
-                }
-                Op::Load(c) => model.backend.load_frontier(c.slot, &self.checkpoints[&c.number])?,
-                Op::Discard(number) => drop(self.checkpoints.remove(number)),
-            }
-        }
-        Ok(())
-    }
-
-    fn step(&mut self, step: &wire::Step, rows: Vec<Bytes>) -> Result<Output, Box<dyn std::error::Error>> {
-        let width = self.tiny.width();
-        self.operations(&step.before)?;
-        let tokens: Vec<u32> =
-            step.tokens.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        let (mut batch, mut row) = (Batch::new(), 0);
-        for s in &step.segments {
-            let wants = step.wants.iter().filter(|w| (row..row + s.rows).contains(&w.row)).count();
-            let outputs = match wants {
-                0 => Outputs::None,
-                1 => Outputs::Last,
-                _ => Outputs::All,
-            };
-            batch.push(s.slot, s.position as usize, &tokens[row as usize..(row + s.rows) as usize], outputs);
-            row += s.rows;
-        }
-        let model = self.model.as_mut().expect("loaded");
-        let hidden = (!self.slice.embeds()).then(|| {
-            let mut values = vec![0f32; batch.len() * width];
-            self.format.decode(&rows.concat(), width, &mut values).map(|()| values)
-        });
-        model.forward(&batch, hidden.transpose()?.as_deref())?;
-        let mut output = Output::default();
-        if self.slice.head {
-            let mut logits = vec![0f32; self.tiny.hyper.vocab];
-            for (i, want) in step.wants.iter().enumerate() {
-                model.logits(i, &mut logits)?;
-                let best =
-                    (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).expect("vocabulary");
-                let mut sampled = wire::Sampled { token: best as u32, ..Default::default() };
-                if want.logits {
-                    sampled.logits = Format::Bits32.encode(logits.clone(), logits.len());
-                }
-                output.outcome.sampled.push(sampled);
-            }
-        } else {
-            let mut values = vec![0f32; batch.len() * width];
-            model.hidden(0, &mut values)?;
-            output.rows = self.format.encode(values, width);
-        }
-        self.operations(&step.after)?;
-        Ok(output)
-    }
-}
-
-impl Host for TinyStage {
-    fn load(&mut self, welcome: &wire::Welcome) -> Result<(), wire::Fault> {
-        let limits = welcome.limits.unwrap_or_default();
-        let format = if welcome.rows_f32 { RowFormat::F32 } else { RowFormat::Packed };
-        let setup = Setup {
-            hyper: self.tiny.hyper.clone(),
-            layout: KvLayout::new(&self.tiny.hyper, self.slice, format),
-            limits: Limits {
-                context: limits.context as usize,
-                rows: limits.rows as usize,
-                outputs: limits.outputs as usize,
-                slots: limits.slots as usize,
-                pages: limits.pages as usize,
+    pub fn serve(&self, local: Option<&str>, activation: Format) -> Serve {
+        let pages = SLOTS * KvLayout::pages_for(CONTEXT);
+        Serve {
+            local: local.map(|l| self.slice(l)),
+            limits: StageLimits {
+                model: Limits { context: CONTEXT, rows: ROWS, outputs: ROWS, slots: SLOTS, pages },
+                checkpoints: 4,
             },
-            numerics: Numerics { qat: welcome.qat, exact: welcome.exact },
-        };
-        self.format = Format::from_bits(welcome.activation_bits).expect("agreed");
-        self.checkpoints.clear();
-        let model = Model::load(&self.tiny.gguf, setup, Reference::default(), &mut |_| ()).map_err(fault)?;
-        self.model = Some(model);
-        Ok(())
+            numerics: Numerics::PLAIN_EXACT,
+            rows: RowFormat::F32,
+            activation,
+            timing: Timing { heartbeat: Duration::from_millis(300), ..Timing::default() },
+        }
     }
 
-    fn run(&mut self, step: &wire::Step, rows: Vec<Bytes>) -> Result<Output, wire::Fault> {
-        self.step(step, rows).map_err(fault)
+    fn load(&self, slice: LayerSlice, ask: &StageAsk) -> Result<Model<Reference>, ModelError> {
+        let setup = Setup {
+            hyper: self.hyper.clone(),
+            layout: KvLayout::new(&self.hyper, slice, ask.rows),
+            limits: ask.limits.model,
+            numerics: ask.numerics,
+        };
+        Model::load(&gguf(), setup, Reference::default(), &mut |_| ())
+    }
+
+    pub fn local_stage(&self, slice: LayerSlice, serve: &Serve) -> LocalStage {
+        let (tiny, ask) = (self.clone(), ask(serve));
+        LocalStage::start("local", ask.limits.checkpoints, move || tiny.load(slice, &ask)).expect("loads")
+    }
+
+    /// The whole model in one process.
+    pub fn alone(&self) -> Pipeline {
+        let whole = LayerSlice::whole(self.hyper.layers.len());
+        let stage = self.local_stage(whole, &self.serve(None, Format::Bits32));
+        let mut pipeline = Pipeline::new(vec![Box::new(stage)]).expect("a pipeline");
+        pipeline.restart(soon(10)).expect("ready");
+        pipeline
     }
 }
 
-pub fn hello(tiny: &Tiny, slice: &LayerSlice) -> wire::Hello {
-    wire::Hello {
-        protocol: PROTOCOL,
-        version: "test".into(),
-        name: format!("node-{}", slice.first),
-        boot: u64::from(std::process::id()),
-        layers: Some(wire::Layers {
-            first: slice.first as u32,
-            end: slice.end as u32,
-            total: slice.total as u32,
-            head: slice.head,
-        }),
-        fingerprint: fingerprint(&tiny.gguf, &tiny.hyper, slice).to_vec().into(),
-        context: CONTEXT as u64,
-        activation_bits: 8 + 16 + 32,
-        listen: String::new(),
-        device: "reference".into(),
+fn ask(serve: &Serve) -> StageAsk {
+    StageAsk { limits: serve.limits, numerics: serve.numerics, rows: serve.rows }
+}
+
+/// A coordinator, and the stages of its pipeline: its own slice here, the others at workers.
+pub fn coordinator(tiny: &Tiny, serve: &Serve, security: Security) -> (Cluster, Vec<Box<dyn Stage>>) {
+    let cluster = Cluster::start(coordinator::Options {
+        listen: Endpoint { host: "127.0.0.1".into(), port: 0 },
+        security,
+        core: setup::config(gguf(), &tiny.hyper, serve).expect("a layout"),
+    })
+    .expect("listens");
+    let mut stages: Vec<Box<dyn Stage>> = Vec::new();
+    for stage in RemoteStage::all(&cluster, &tiny.hyper, serve).expect("spans") {
+        stages.push(Box::new(stage));
     }
+    if let Some(local) = serve.local {
+        let at = usize::from(local.first > 0);
+        stages.insert(at, Box::new(tiny.local_stage(local, serve)));
+    }
+    (cluster, stages)
 }
 
 pub fn security(insecure: bool) -> Security {
@@ -238,10 +132,23 @@ pub fn serve_from_environment() {
             ),
         },
         timing: Timing::default(),
-        hello: hello(&tiny, &slice),
+        hello: setup::hello(
+            &gguf(),
+            &tiny.hyper,
+            &slice,
+            CONTEXT,
+            &format!("node-{}", slice.first),
+            "reference",
+        ),
     };
     let (_stop, stopped) = worker::Stop::new();
-    match worker::run(options, TinyStage::new(layers), stopped) {
+    let make = move || {
+        MachineHost::new(move |ask: &StageAsk| {
+            let (tiny, ask) = (tiny.clone(), *ask);
+            Machine::load("worker", ask.limits.checkpoints, move || tiny.load(slice, &ask))
+        })
+    };
+    match worker::run(options, make, stopped) {
         Ok(reason) => println!("worker ended: {reason}"),
         Err(e) => println!("worker ended: {e}"),
     }
@@ -295,27 +202,6 @@ impl Drop for Process {
     }
 }
 
-pub fn start(tiny: &Tiny, local: Option<&str>, security: Security, bits: u32) -> Cluster {
-    let other = self::tiny();
-    Cluster::start(coordinator::Options {
-        listen: Endpoint { host: "127.0.0.1".into(), port: 0 },
-        security,
-        core: Config {
-            timing: Timing { heartbeat: Duration::from_millis(300), ..Timing::default() },
-            layers: tiny.layers(),
-            local: local.map(|l| tiny.slice(l)),
-            fingerprint: Box::new(move |slice| fingerprint(&other.gguf, &other.hyper, slice)),
-            welcome: tiny.welcome(bits),
-        },
-    })
-    .expect("listens")
-}
-
 pub fn soon(seconds: u64) -> Instant {
     Instant::now() + Duration::from_secs(seconds)
-}
-
-/// Whether `path` holds anything; for the words of a skipped test.
-pub fn exists(path: &str) -> bool {
-    Path::new(path).exists()
 }

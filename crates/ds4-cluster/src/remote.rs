@@ -1,0 +1,264 @@
+//! A run of layers on other machines, as the engine sees it: one more [`Stage`].
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use ds4_engine::{
+    Hidden, Reports, Stage, StageError, StageFault, StageInfo, StageTiming, Step, StepOutput, Survived,
+};
+use ds4_model::{HyperParams, KvLayout, LayerSlice};
+
+use crate::activation::Format;
+use crate::convert;
+use crate::coordinator::{Cluster, Finished};
+use crate::core::coordinator::{Failure, Lost, Why};
+use crate::error::ClusterError;
+use crate::setup::{Serve, spans};
+
+/// How often an idle stage looks whether its nodes are still there.
+const LOOK: Duration = Duration::from_millis(100);
+/// The core ends every step sooner; this bounds a single wait.
+const WAIT: Duration = Duration::from_secs(60);
+
+/// The engine's epoch and the cluster's that serves it: one pair for all spans of a coordinator.
+#[derive(Clone, Copy, Debug, Default)]
+struct Epochs {
+    engine: u64,
+    route: u64,
+}
+
+/// One span of the route.
+pub struct RemoteStage {
+    info: StageInfo,
+    cluster: Cluster,
+    span: usize,
+    format: Format,
+    width: usize,
+    epochs: Arc<Mutex<Epochs>>,
+    memories: Vec<u64>,
+    jobs: Option<Sender<Job>>,
+}
+
+enum Job {
+    Epoch(Epochs),
+    Step { id: u64, epoch: u64, rows: usize, sent: Instant, bytes: u64 },
+}
+
+impl RemoteStage {
+    /// One stage per span that workers cover, in order.
+    pub fn all(
+        cluster: &Cluster,
+        hyper: &HyperParams,
+        serve: &Serve,
+    ) -> Result<Vec<RemoteStage>, ClusterError> {
+        let epochs = Arc::new(Mutex::new(Epochs::default()));
+        let stage = |(span, slice): (usize, LayerSlice)| {
+            let layout = KvLayout::new(hyper, slice, serve.rows);
+            RemoteStage {
+                info: StageInfo::new("cluster", "other machines".into(), &layout, serve.limits),
+                cluster: cluster.clone(),
+                span,
+                format: serve.activation,
+                width: hyper.streams * hyper.hidden,
+                epochs: epochs.clone(),
+                memories: Vec::new(),
+                jobs: None,
+            }
+        };
+        Ok(spans(hyper.layers.len(), serve.local)?.into_iter().enumerate().map(stage).collect())
+    }
+
+    fn fail<T>(&self, lost: &Lost) -> Result<T, StageError> {
+        Err(StageError::new(&self.info, fault(&self.cluster, lost)))
+    }
+
+    fn job(&self, job: Job) -> Result<(), StageError> {
+        let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+        if sent {
+            Ok(())
+        } else {
+            Err(StageError::new(&self.info, StageFault::Load("it was not started".into())))
+        }
+    }
+}
+
+fn fault(cluster: &Cluster, lost: &Lost) -> StageFault {
+    match &lost.why {
+        Why::Missing(missing) => StageFault::Incomplete { missing: missing.clone() },
+        why => StageFault::Unreachable { silent: cluster.age(lost), reason: why.to_string() },
+    }
+}
+
+impl Stage for RemoteStage {
+    fn info(&self) -> &StageInfo {
+        &self.info
+    }
+
+    fn start(&mut self, reports: Reports) -> Result<(), StageError> {
+        // Bounded by the steps that the engine keeps in flight.
+        let (jobs, queue) = channel();
+        self.jobs = Some(jobs);
+        let collector = Collector {
+            info: self.info.clone(),
+            cluster: self.cluster.clone(),
+            span: self.span,
+            format: self.format,
+            width: self.width,
+            reports,
+            epochs: Epochs::default(),
+            failed: true,
+        };
+        let no_thread =
+            |e: std::io::Error| StageError::new(&self.info, StageFault::Load(format!("no thread: {e}")));
+        thread::Builder::new()
+            .name(format!("span {}", self.info.slice))
+            .spawn(move || collector.run(&queue))
+            .map(drop)
+            .map_err(no_thread)
+    }
+
+    fn submit(&mut self, step: Arc<Step>, hidden: Option<Hidden>) -> Result<(), StageError> {
+        let epochs = *self.epochs.lock().unwrap_or_else(PoisonError::into_inner);
+        if step.epoch != epochs.engine {
+            return Ok(());
+        }
+        let rows = hidden.map_or_else(Bytes::new, |h| self.format.encode(h, self.width));
+        let (bytes, count) = (rows.len() as u64, step.batch.len());
+        self.job(Job::Step { id: step.id, epoch: step.epoch, rows: count, sent: Instant::now(), bytes })?;
+        self.cluster.submit(self.span, convert::step_to_wire(&step, epochs.route), rows);
+        Ok(())
+    }
+
+    fn restart(&mut self, epoch: u64, deadline: Instant) -> Result<Survived, StageError> {
+        let mut epochs = self.epochs.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another span of this coordinator may have begun the epoch already.
+        if epochs.engine != epoch {
+            let old = epochs.route;
+            self.cluster.restart(old, "the engine restarts its stages");
+            match self.cluster.wait(old, deadline) {
+                Ok(up) => *epochs = Epochs { engine: epoch, route: up.epoch },
+                Err(lost) => {
+                    drop(epochs);
+                    return self.fail(&lost);
+                }
+            }
+        }
+        let now = *epochs;
+        drop(epochs);
+        // Not waited for: an epoch that is over already shows at the first step.
+        let up = match self.cluster.wait(now.route.saturating_sub(1), deadline) {
+            Ok(up) => up,
+            Err(lost) => return self.fail(&lost),
+        };
+        let nodes = up.spans.get(self.span).map(Vec::as_slice).unwrap_or_default();
+        let memories: Vec<u64> = nodes.iter().map(|n| n.memory).collect();
+        let survived = if memories == self.memories { Survived::State } else { Survived::Nothing };
+        self.memories = memories;
+        self.job(Job::Epoch(now))?;
+        Ok(survived)
+    }
+}
+
+/// Waits for what the span gives, and reports it.
+struct Collector {
+    info: StageInfo,
+    cluster: Cluster,
+    span: usize,
+    format: Format,
+    width: usize,
+    reports: Reports,
+    epochs: Epochs,
+    /// The failure of this epoch is told; nothing more is, until the next.
+    failed: bool,
+}
+
+impl Collector {
+    fn run(mut self, queue: &Receiver<Job>) {
+        loop {
+            let report = match queue.recv_timeout(LOOK) {
+                Ok(Job::Epoch(epochs)) => {
+                    self.epochs = epochs;
+                    self.failed = false;
+                    continue;
+                }
+                Ok(Job::Step { id, epoch, rows, sent, bytes }) => {
+                    if self.failed || epoch != self.epochs.engine {
+                        continue;
+                    }
+                    self.collect()
+                        .map(|done| self.output(id, epoch, rows, sent, bytes, done))
+                        .and_then(|output| output)
+                }
+                Err(RecvTimeoutError::Timeout) => match self.cluster.lost() {
+                    Some(lost) if !self.failed => Err(fault(&self.cluster, &lost)),
+                    _ => continue,
+                },
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
+            self.failed = report.is_err();
+            if !self.reports.send(report.map_err(|fault| StageError::new(&self.info, fault))) {
+                return;
+            }
+        }
+    }
+
+    fn collect(&self) -> Result<Finished, StageFault> {
+        loop {
+            match self.cluster.next(self.span, self.epochs.route, Instant::now() + WAIT) {
+                None => {}
+                Some(Ok(done)) => return Ok(done),
+                Some(Err(Failure::Lost(lost))) => return Err(fault(&self.cluster, &lost)),
+                Some(Err(Failure::Fault { node, fault })) => {
+                    tracing::warn!(%node, "a step failed");
+                    return Err(convert::fault_from_wire(&fault));
+                }
+            }
+        }
+    }
+
+    fn output(
+        &self,
+        id: u64,
+        epoch: u64,
+        rows: usize,
+        sent: Instant,
+        bytes_in: u64,
+        done: Finished,
+    ) -> Result<StepOutput, StageFault> {
+        let took = sent.elapsed();
+        let unclear = |e: ClusterError| StageFault::Step(e.to_string());
+        let last = done.reports.last().ok_or_else(|| StageFault::Step("no node has reported".into()))?;
+        let answers =
+            last.rows.iter().map(convert::row_from_wire).collect::<Result<_, _>>().map_err(unclear)?;
+        let hidden = match self.info.slice.head || rows == 0 {
+            true => Vec::new(),
+            false => {
+                convert::hidden_from_wire(&done.hidden, self.format, rows, self.width).map_err(unclear)?
+            }
+        };
+        let mut reads: Vec<Vec<u8>> = vec![Vec::new(); last.reads.len()];
+        for report in &done.reports {
+            if report.reads.len() != reads.len() {
+                return Err(StageFault::Step("its nodes answered different numbers of reads".into()));
+            }
+            reads.iter_mut().zip(&report.reads).for_each(|(whole, part)| whole.extend_from_slice(part));
+        }
+        let sum = |f: fn(&crate::wire::StepTiming) -> u64| {
+            Duration::from_micros(done.reports.iter().filter_map(|r| r.timing.as_ref()).map(f).sum())
+        };
+        let (compute, wait) = (sum(|t| t.compute_us), sum(|t| t.wait_us));
+        let timing = StageTiming {
+            stage: self.info.name.clone(),
+            rows,
+            compute,
+            wait,
+            send: took.saturating_sub(compute + wait),
+            bytes_in,
+            bytes_out: done.hidden.iter().map(|b| b.len() as u64).sum(),
+        };
+        Ok(StepOutput { id, epoch, hidden, rows: answers, reads, timing: vec![timing] })
+    }
+}
