@@ -13,7 +13,7 @@ use crate::status::{Health, Status};
 /// Most likely tokens that a request may ask for.
 pub const LOGPROBS_MAX: usize = 64;
 /// Events that wait for a slow reader; then its request pauses.
-const EVENTS_MAX: usize = 256;
+pub(crate) const EVENTS_MAX: usize = 256;
 const STOP_TOKENS_MAX: usize = 64;
 const BIAS_MAX: usize = 4096;
 
@@ -83,7 +83,7 @@ impl EngineHandle {
                 return Err(Rejected::Unavailable { reason, since: since.elapsed() });
             }
             Health::Faulted { reason } => return Err(Rejected::Faulted { reason }),
-            Health::Draining => return Err(Rejected::ShuttingDown),
+            Health::Draining | Health::Ended => return Err(Rejected::ShuttingDown),
             Health::Ready => {}
         }
         self.check(request, context)?;
@@ -137,7 +137,8 @@ impl EngineHandle {
         self.shared.status().health.clone()
     }
 
-    /// Takes no more requests; running ones may end until `limit` has passed, then they fail. Returns at once.
+    /// Takes no more requests; running ones may end until `limit` has passed, then they fail. Returns at once;
+    /// [`Health::Ended`] tells that it is over.
     pub fn drain(&self, limit: Duration) {
         // An engine that has ended needs no draining.
         let _ = self.commands.send(Command::Drain { deadline: Instant::now() + limit });

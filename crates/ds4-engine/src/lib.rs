@@ -4,25 +4,31 @@
 #![forbid(unsafe_code)]
 
 mod constraint;
-// Its other end, the engine's thread, follows.
-#[allow(dead_code)]
+mod engine;
 mod handle;
 mod local;
+mod pages;
 mod pipeline;
+mod prefix;
 mod request;
 pub mod sampler;
+mod scheduler;
+mod sequence;
 pub mod stage;
 mod status;
 
 pub use constraint::{Constraint, Form};
+pub use engine::{Engine, EngineConfig};
 pub use handle::{EngineHandle, LOGPROBS_MAX};
 pub use local::{LocalStage, Machine};
 pub use pipeline::Pipeline;
+pub use prefix::{Checkpoint, PrefixTree};
 pub use request::{
     Completion, EngineError, Event, FinishReason, Generation, Priority, Rejected, Request, SamplingParams,
     Usage,
 };
 pub use sampler::{Choose, Chosen, RowResult, Sampler, Sampling, Want};
+pub use scheduler::CHECKPOINT_TOKENS;
 pub use stage::{
     CheckpointId, Hidden, Mark, Reports, Stage, StageError, StageFault, StageInfo, StageLimits, StageTiming,
     StateOp, Step, StepId, StepOutput, Survived,

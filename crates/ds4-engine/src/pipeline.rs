@@ -33,7 +33,7 @@ impl Pipeline {
         // Per stage: one report for each step in flight, and one failure on its own account.
         let (sender, reports) = sync_channel(stages.len() * (depth(stages.len()) + 1));
         for (stage, s) in stages.iter_mut().enumerate() {
-            s.start(Reports { stage, sender: sender.clone() })?;
+            s.start(Reports::new(stage, sender.clone()))?;
         }
         Ok(Pipeline { stages, infos, reports, epoch: 0, last_id: 0, in_flight: VecDeque::new() })
     }
@@ -77,33 +77,45 @@ impl Pipeline {
         self.stages[stage].submit(step, hidden)
     }
 
-    /// Waits for the oldest step to end, until it has run for `limit`; meanwhile passes rows from stage to stage.
-    pub fn collect(&mut self, limit: Duration) -> Result<StepOutput, StageError> {
+    /// Waits for the oldest step to end, until it has run for `limit`; meanwhile passes rows from stage to stage. An
+    /// error comes with the step that it struck.
+    pub fn collect(&mut self, limit: Duration) -> Result<StepOutput, (StepId, StageError)> {
+        self.pump(limit).map_err(|(stage, error)| (self.step_in(stage), error))
+    }
+
+    /// The oldest step that `stage` has not finished.
+    fn step_in(&self, stage: usize) -> StepId {
+        let mut waiting = self.in_flight.iter().filter(|f| f.output.timing.len() <= stage);
+        waiting.next().map_or(self.last_id, |f| f.step.id)
+    }
+
+    fn pump(&mut self, limit: Duration) -> Result<StepOutput, (usize, StageError)> {
         loop {
+            let broken = |reason: &str| StageError {
+                stage: "pipeline".into(),
+                fault: StageFault::Step(reason.to_string()),
+            };
             let Some(oldest) = self.in_flight.front() else {
-                let fault = StageFault::Step("no step is under way".into());
-                return Err(StageError { stage: "pipeline".into(), fault });
+                return Err((0, broken("no step is under way")));
             };
             let left = limit.saturating_sub(oldest.submitted.elapsed());
             let (stage, report) = match self.reports.recv_timeout(left) {
                 Ok(r) => r,
-                Err(RecvTimeoutError::Timeout) => return Err(self.overdue(limit)),
-                Err(RecvTimeoutError::Disconnected) => {
-                    let fault = StageFault::Load("its thread has ended".into());
-                    return Err(StageError { stage: "pipeline".into(), fault });
+                Err(RecvTimeoutError::Timeout) => {
+                    // The stage that the oldest step waits for.
+                    let at = oldest.output.timing.len();
+                    return Err((
+                        at,
+                        StageError::new(&self.infos[at], StageFault::Deadline { waited: limit }),
+                    ));
                 }
+                Err(RecvTimeoutError::Disconnected) => return Err((0, broken("every stage has ended"))),
             };
-            if let Some(done) = self.take(stage, report?)? {
+            let report = report.map_err(|e| (stage, e))?;
+            if let Some(done) = self.take(stage, report).map_err(|e| (stage, e))? {
                 return Ok(done);
             }
         }
-    }
-
-    /// The stage that the oldest step waits for.
-    fn overdue(&self, waited: Duration) -> StageError {
-        let at = self.in_flight.front().map_or(0, |f| f.output.timing.len());
-        let info = &self.infos[at.min(self.infos.len() - 1)];
-        StageError::new(info, StageFault::Deadline { waited })
     }
 
     /// Takes one stage's report. `Some`: the step has passed the last stage.

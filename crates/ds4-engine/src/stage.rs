@@ -5,8 +5,8 @@
 //! Page and checkpoint numbers are global, handed out by the engine; every stage keeps its own layers' bytes under them.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ds4_model::{BackendError, Batch, KvLayout, LayerSlice, Limits, ModelError, PageId, Slot};
@@ -182,17 +182,31 @@ impl StageInfo {
 }
 
 /// Where a stage puts its results.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Reports {
-    pub(crate) stage: usize,
-    pub(crate) sender: SyncSender<(usize, Result<StepOutput, StageError>)>,
+    send: Arc<dyn Fn(Result<StepOutput, StageError>) -> bool + Send + Sync>,
 }
 
 impl Reports {
+    pub(crate) fn new(stage: usize, sender: SyncSender<(usize, Result<StepOutput, StageError>)>) -> Self {
+        Reports { send: Arc::new(move |report| sender.send((stage, report)).is_ok()) }
+    }
+
     /// Hands over one step's result, or tells at any time that the stage has failed. Waits only where more results
     /// are pending than there can be steps in flight. `false`: nobody listens any more; the stage should end.
     pub fn send(&self, report: Result<StepOutput, StageError>) -> bool {
-        self.sender.send((self.stage, report)).is_ok()
+        (self.send)(report)
+    }
+
+    /// The same, with every result passed through `change` first: for a stage that wraps another.
+    pub fn map(self, change: impl FnMut(StepOutput) -> StepOutput + Send + 'static) -> Self {
+        let change = Mutex::new(change);
+        Reports {
+            send: Arc::new(move |report| {
+                let report = report.map(|o| (change.lock().unwrap_or_else(PoisonError::into_inner))(o));
+                self.send(report)
+            }),
+        }
     }
 }
 

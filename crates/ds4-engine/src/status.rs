@@ -22,6 +22,8 @@ pub enum Health {
     },
     /// No new requests.
     Draining,
+    /// The engine's thread has ended.
+    Ended,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]

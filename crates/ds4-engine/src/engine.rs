@@ -1,0 +1,390 @@
+//! The engine's thread: schedule, run, settle.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ds4_model::KvLayout;
+use ds4_text::Tokenizer;
+
+use crate::handle::{Command, EngineHandle, Shared};
+use crate::pipeline::Pipeline;
+use crate::request::{EngineError, FinishReason};
+use crate::sampler::{Chosen, RowResult};
+use crate::scheduler::{Plan, Scheduler, Work, WorkOutputs};
+use crate::sequence::Sequence;
+use crate::stage::{StageError, StageFault, StageLimits, StepId, StepOutput, Survived};
+use crate::status::{Counters, Health, Status};
+
+/// Times that failures elsewhere may make one request start over.
+const REPLAYS_MAX: u32 = 8;
+/// Pause where every reader is slow, or a stage is gone.
+const PAUSE: Duration = Duration::from_millis(5);
+/// Longest time between two looks at deadlines.
+const IDLE: Duration = Duration::from_secs(1);
+/// Time that one attempt to reach a lost stage gets.
+const ATTEMPT: Duration = Duration::from_secs(2);
+
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Requests that may wait for a session.
+    pub queue_limit: usize,
+    /// Prefill rows of one step while other sessions decode.
+    pub prefill_quantum: usize,
+    /// A step that has not ended by then never will.
+    pub step_limit: Duration,
+    /// Requests wait so long for a lost stage to come back.
+    pub resume_wait: Duration,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        EngineConfig {
+            queue_limit: 64,
+            prefill_quantum: 128,
+            step_limit: Duration::from_secs(120),
+            resume_wait: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Stages have to be made ready before the next step.
+struct Outage {
+    since: Instant,
+    /// What happened; `None` at the start.
+    error: Option<StageError>,
+}
+
+pub struct Engine {
+    config: EngineConfig,
+    pipeline: Pipeline,
+    scheduler: Scheduler,
+    tokenizer: Arc<Tokenizer>,
+    commands: Receiver<Command>,
+    shared: Arc<Shared>,
+    in_flight: VecDeque<(StepId, Plan)>,
+    counters: Counters,
+    health: Health,
+    outage: Option<Outage>,
+    draining: Option<Instant>,
+    last_key: u64,
+}
+
+impl Engine {
+    /// Starts the engine's thread, which first loads the stages. The handle answers at once: [`Health::Loading`].
+    pub fn start(
+        config: EngineConfig,
+        tokenizer: Arc<Tokenizer>,
+        load: impl FnOnce() -> Result<Pipeline, StageError> + Send + 'static,
+    ) -> io::Result<EngineHandle> {
+        let (sender, commands) = channel();
+        let shared = Arc::new(Shared {
+            status: Mutex::new(Status::default()),
+            waiting: AtomicUsize::new(0),
+            rejected: AtomicUsize::new(0),
+            queue_limit: config.queue_limit,
+            vocab: tokenizer.len(),
+        });
+        let handle = EngineHandle { commands: sender, shared: shared.clone() };
+        thread::Builder::new().name("engine".into()).spawn(move || {
+            let pipeline = load().and_then(|p| check_limits(&p).map(|limits| (p, limits)));
+            match pipeline {
+                Ok((pipeline, limits)) => {
+                    Engine {
+                        scheduler: Scheduler::new(
+                            limits,
+                            config.prefill_quantum.max(1),
+                            pipeline.infos().len(),
+                        ),
+                        config,
+                        pipeline,
+                        tokenizer,
+                        commands,
+                        shared: shared.clone(),
+                        in_flight: VecDeque::new(),
+                        counters: Counters::default(),
+                        health: Health::Loading,
+                        outage: Some(Outage { since: Instant::now(), error: None }),
+                        draining: None,
+                        last_key: 0,
+                    }
+                    .run();
+                    shared.status().health = Health::Ended;
+                }
+                Err(e) => {
+                    tracing::error!(error = %e, "the model cannot be loaded");
+                    shared.status().health = Health::Faulted { reason: e.to_string() };
+                }
+            }
+        })?;
+        Ok(handle)
+    }
+
+    fn run(&mut self) {
+        loop {
+            self.publish();
+            if !self.take_commands() {
+                return;
+            }
+            self.drop_dead();
+            if self.outage.is_some() && !self.revive() {
+                continue;
+            }
+            self.submit();
+            if self.pipeline.in_flight() > 0 {
+                match self.pipeline.collect(self.config.step_limit) {
+                    Ok(output) => self.settle(output),
+                    Err((step, error)) => self.fail(step, error),
+                }
+            }
+        }
+    }
+
+    /// Hands out steps until every stage is busy.
+    fn submit(&mut self) {
+        for (waited, reused) in self.scheduler.admit(&self.tokenizer) {
+            self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
+            self.counters.queue_seconds += waited.as_secs_f64();
+            self.counters.rows_reused += reused as u64;
+        }
+        while self.pipeline.in_flight() < self.pipeline.depth() {
+            let Some((step, plan)) = self.scheduler.schedule(self.pipeline.in_flight()) else { return };
+            let submitted = self.pipeline.submit(step);
+            self.in_flight.push_back((*submitted.as_ref().unwrap_or(&0), plan));
+            if let Err(error) = submitted {
+                return self.fail(0, error);
+            }
+        }
+    }
+
+    /// Takes a step's results to its sequences.
+    fn settle(&mut self, output: StepOutput) {
+        let Some((_, plan)) = self.in_flight.pop_front() else { return };
+        self.counters.steps += 1;
+        self.counters.step_seconds += output.timing.iter().map(|t| t.compute.as_secs_f64()).sum::<f64>();
+        self.shared.status().last_step = output.timing;
+        let mut rows = output.rows.into_iter();
+        for work in plan.work {
+            let count = match work.outputs {
+                WorkOutputs::None => 0,
+                WorkOutputs::Next => 1,
+                WorkOutputs::Prompt => work.to - work.from,
+            };
+            self.settle_work(&work, rows.by_ref().take(count).collect());
+        }
+    }
+
+    fn settle_work(&mut self, work: &Work, rows: Vec<RowResult>) {
+        match work.outputs {
+            WorkOutputs::Next => self.counters.rows_decode += 1,
+            _ => self.counters.rows_prefill += (work.to - work.from) as u64,
+        }
+        // It may have been cancelled meanwhile.
+        let Some(index) = self.scheduler.running.iter().position(|s| s.key == work.key) else { return };
+        let sequence = &mut self.scheduler.running[index];
+        if let Some(place) = &mut sequence.place {
+            place.settled = work.to;
+        }
+        let mut tokens: Vec<Chosen> = rows
+            .into_iter()
+            .filter_map(|r| match r {
+                RowResult::Token(chosen) => Some(chosen),
+                RowResult::Logits(_) => None,
+            })
+            .collect();
+        match work.outputs {
+            WorkOutputs::None => sequence.tell_prefill(work.to),
+            WorkOutputs::Prompt => {
+                sequence.tell_prefill(work.to);
+                sequence.tell_prompt(work.from + 1, tokens);
+            }
+            WorkOutputs::Next => {
+                let Some(chosen) = tokens.pop() else { return };
+                let context = self.pipeline.infos()[0].limits.model.context;
+                if let Some(reason) = sequence.push(chosen, &self.tokenizer, context) {
+                    self.finish(index, reason);
+                }
+            }
+        }
+    }
+
+    fn finish(&mut self, index: usize, reason: FinishReason) {
+        let sequence = self.scheduler.remove(index, true);
+        self.counters.requests_finished += 1;
+        if let Some(t) = sequence.time_to_first_token() {
+            self.counters.first_token_seconds += t.as_secs_f64();
+            self.counters.first_tokens += 1;
+        }
+        sequence.finish(reason);
+    }
+
+    /// `false`: the engine ends.
+    fn take_commands(&mut self) -> bool {
+        let busy = self.pipeline.in_flight() > 0 || self.scheduler.has_work();
+        let open = !self.scheduler.running.is_empty() || !self.scheduler.waiting.is_empty();
+        let wait = match (busy, open) {
+            (true, _) => Duration::ZERO,
+            (false, true) => PAUSE,
+            (false, false) => IDLE,
+        };
+        let mut next = match wait.is_zero() {
+            true => self.commands.try_recv().map_err(|e| match e {
+                std::sync::mpsc::TryRecvError::Empty => RecvTimeoutError::Timeout,
+                std::sync::mpsc::TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+            }),
+            false => self.commands.recv_timeout(wait),
+        };
+        loop {
+            match next {
+                Ok(Command::Submit(submitted)) => {
+                    self.last_key += 1;
+                    self.scheduler.enqueue(Sequence::new(self.last_key, *submitted));
+                }
+                Ok(Command::Drain { deadline }) => self.draining = Some(deadline),
+                Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => {
+                    // No handle is left; answers under way may still be read.
+                    if self.draining.is_none() {
+                        self.draining = Some(Instant::now() + self.config.step_limit);
+                    }
+                    break;
+                }
+            }
+            next = self.commands.try_recv().map_err(|_| RecvTimeoutError::Timeout);
+        }
+        !self.drained()
+    }
+
+    fn drained(&mut self) -> bool {
+        let Some(deadline) = self.draining else { return false };
+        self.health = Health::Draining;
+        let overdue = deadline <= Instant::now();
+        self.fail_all(&EngineError::ShuttingDown, |s| overdue || s.started.is_none());
+        self.scheduler.running.is_empty() && self.scheduler.waiting.is_empty()
+    }
+
+    /// Ends requests that nobody waits for, or that are too late.
+    fn drop_dead(&mut self) {
+        let now = Instant::now();
+        let cancelled = self.take_out(|s| s.cancelled());
+        self.counters.requests_cancelled += cancelled.len() as u64;
+        self.fail_all(&EngineError::DeadlineExceeded, |s| s.overdue(now));
+    }
+
+    /// Takes out the sequences that `which` picks; the state of running ones is kept for later requests.
+    fn take_out(&mut self, which: impl Fn(&Sequence) -> bool) -> Vec<Sequence> {
+        let mut out = Vec::new();
+        while let Some(i) = self.scheduler.running.iter().position(&which) {
+            out.push(self.scheduler.remove(i, true));
+        }
+        while let Some(i) = self.scheduler.waiting.iter().position(&which) {
+            let Some(sequence) = self.scheduler.waiting.remove(i) else { break };
+            if sequence.started.is_none() {
+                self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
+            }
+            out.push(sequence);
+        }
+        out
+    }
+
+    fn fail_all(&mut self, error: &EngineError, which: impl Fn(&Sequence) -> bool) {
+        for sequence in self.take_out(which) {
+            self.counters.requests_failed += 1;
+            sequence.fail(error.clone());
+        }
+    }
+
+    /// A stage failed at `step`: its requests fail, unless waiting may help; all others start over from their last
+    /// checkpoints.
+    fn fail(&mut self, step: StepId, error: StageError) {
+        tracing::error!(step, %error, "step failed");
+        let struck: Vec<u64> = self
+            .in_flight
+            .iter()
+            .filter(|(id, _)| *id == step && !error.fault.resumable())
+            .flat_map(|(_, plan)| plan.work.iter().map(|w| w.key))
+            .collect();
+        self.scheduler.abandon(self.in_flight.drain(..).map(|(_, plan)| plan));
+        self.fail_all(&error.clone().into(), |s| struck.contains(&s.key) || s.replays > REPLAYS_MAX);
+        self.outage = Some(Outage { since: Instant::now(), error: Some(error) });
+    }
+
+    /// Makes the stages ready. `false`: not yet, or never again.
+    fn revive(&mut self) -> bool {
+        if matches!(self.health, Health::Faulted { .. }) {
+            thread::sleep(PAUSE);
+            return false;
+        }
+        let Some(outage) = &self.outage else { return true };
+        let resumable = outage.error.as_ref().is_none_or(|e| e.fault.resumable());
+        let limit = if resumable { ATTEMPT } else { self.config.step_limit };
+        let since = outage.since;
+        match self.pipeline.restart(Instant::now() + limit) {
+            Ok(survived) => {
+                if survived == Survived::Nothing {
+                    self.scheduler.forget();
+                }
+                self.counters.restarts += u64::from(outage.error.is_some());
+                self.outage = None;
+                self.health = Health::Ready;
+                true
+            }
+            Err(error) if error.fault.resumable() => {
+                let reason = error.to_string();
+                if since.elapsed() >= self.config.resume_wait {
+                    self.fail_all(&error.into(), |_| true);
+                }
+                self.health = Health::Waiting { reason, since };
+                thread::sleep(PAUSE);
+                false
+            }
+            Err(error) => {
+                tracing::error!(%error, "the stage cannot be used any more");
+                self.health = Health::Faulted { reason: error.to_string() };
+                self.fail_all(&error.into(), |_| true);
+                false
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let s = &self.scheduler;
+        let mut status = self.shared.status();
+        if status.stages.is_empty() {
+            status.stages = self.pipeline.infos().to_vec();
+            status.context = self.pipeline.infos()[0].limits.model.context;
+            status.pages_total = s.pages.total();
+            status.checkpoints_total = self.pipeline.infos()[0].limits.checkpoints;
+        }
+        status.health = self.health.clone();
+        status.sessions = s.running.iter().map(Sequence::status).collect();
+        status.pages_used = s.pages.used();
+        status.checkpoints_used = s.checkpoints_used();
+        status.counters = self.counters.clone();
+    }
+}
+
+/// What the engine relies on: every session can reach the context, whatever the others hold.
+fn check_limits(pipeline: &Pipeline) -> Result<StageLimits, StageError> {
+    let info = &pipeline.infos()[0];
+    let limits = info.limits;
+    let m = &limits.model;
+    // One page more than the context's: a session starts by copying a page that others hold.
+    let pages = m.slots * (KvLayout::pages_for(m.context) + 1);
+    let rule = |ok: bool, reason: String| match ok {
+        true => Ok(()),
+        false => Err(StageError::new(info, StageFault::Load(reason))),
+    };
+    rule(m.slots > 0 && m.context > 1, format!("{} sessions of {} positions", m.slots, m.context))?;
+    rule(m.rows > 0 && m.outputs > 0, format!("{} rows, {} outputs a step", m.rows, m.outputs))?;
+    let sessions = m.slots;
+    rule(
+        m.pages >= pages,
+        format!("{} pages; {sessions} sessions of {} positions need {pages}", m.pages, m.context),
+    )?;
+    Ok(limits)
+}
