@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod activation;
+pub mod args;
 mod convert;
 pub mod coordinator;
 pub mod core;

@@ -1,5 +1,6 @@
 //! A run of layers on other machines, as the engine sees it: one more [`Stage`].
 
+use std::collections::{HashMap, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -39,12 +40,13 @@ pub struct RemoteStage {
     width: usize,
     epochs: Arc<Mutex<Epochs>>,
     memories: Vec<u64>,
+    replay_check: bool,
     jobs: Option<Sender<Job>>,
 }
 
 enum Job {
     Epoch(Epochs),
-    Step { id: u64, epoch: u64, rows: usize, sent: Instant, bytes: u64 },
+    Step { step: Arc<Step>, sent: Instant, bytes: u64 },
 }
 
 impl RemoteStage {
@@ -65,6 +67,7 @@ impl RemoteStage {
                 width: hyper.streams * hyper.hidden,
                 epochs: epochs.clone(),
                 memories: Vec::new(),
+                replay_check: serve.replay_check,
                 jobs: None,
             }
         };
@@ -110,6 +113,7 @@ impl Stage for RemoteStage {
             reports,
             epochs: Epochs::default(),
             failed: true,
+            replay: self.replay_check.then(ReplayCheck::default),
         };
         let no_thread =
             |e: std::io::Error| StageError::new(&self.info, StageFault::Load(format!("no thread: {e}")));
@@ -126,8 +130,8 @@ impl Stage for RemoteStage {
             return Ok(());
         }
         let rows = hidden.map_or_else(Bytes::new, |h| self.format.encode(h, self.width));
-        let (bytes, count) = (rows.len() as u64, step.batch.len());
-        self.job(Job::Step { id: step.id, epoch: step.epoch, rows: count, sent: Instant::now(), bytes })?;
+        let bytes = rows.len() as u64;
+        self.job(Job::Step { step: step.clone(), sent: Instant::now(), bytes })?;
         self.cluster.submit(self.span, convert::step_to_wire(&step, epochs.route), rows);
         Ok(())
     }
@@ -173,6 +177,52 @@ struct Collector {
     epochs: Epochs,
     /// The failure of this epoch is told; nothing more is, until the next.
     failed: bool,
+    replay: Option<ReplayCheck>,
+}
+
+/// What recent positions gave, by the tokens up to them and by what was asked. A replay must give the same.
+#[derive(Default)]
+struct ReplayCheck {
+    seen: HashMap<u64, u64>,
+    order: VecDeque<u64>,
+}
+
+impl ReplayCheck {
+    const KEPT_MAX: usize = 8192;
+
+    fn compare(&mut self, step: &Step, output: &StepOutput, width: usize) -> Result<(), String> {
+        let hash = |text: &[u8]| {
+            let [a, b, c, d, e, f, g, h, ..] = *blake3::hash(text).as_bytes();
+            u64::from_le_bytes([a, b, c, d, e, f, g, h])
+        };
+        for (segment, mark) in step.batch.segments().iter().zip(&step.marks) {
+            let tokens = &step.batch.tokens()[segment.row..segment.row + segment.len];
+            let (last, end) = (segment.row + segment.len - 1, mark.extend(tokens));
+            let answer = step.batch.outputs().iter().position(|&row| row as usize == last);
+            let (asked, found) = match answer.and_then(|i| Some((step.wants.get(i)?, output.rows.get(i)?))) {
+                Some((want, row)) => (format!("{want:?}"), hash(format!("{row:?}").as_bytes())),
+                None => match output.hidden.get(last * width..(last + 1) * width) {
+                    Some(row) => (String::new(), hash(bytemuck::cast_slice(row))),
+                    None => continue,
+                },
+            };
+            let key = hash(format!("{end:?} {asked}").as_bytes());
+            match self.seen.insert(key, found) {
+                Some(before) if before != found => {
+                    return Err(format!(
+                        "replay check: position {} gives another result than before",
+                        end.pos - 1
+                    ));
+                }
+                Some(_) => {}
+                None => self.order.push_back(key),
+            }
+            if self.order.len() > Self::KEPT_MAX {
+                self.order.pop_front().map(|old| self.seen.remove(&old));
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Collector {
@@ -184,13 +234,11 @@ impl Collector {
                     self.failed = false;
                     continue;
                 }
-                Ok(Job::Step { id, epoch, rows, sent, bytes }) => {
-                    if self.failed || epoch != self.epochs.engine {
+                Ok(Job::Step { step, sent, bytes }) => {
+                    if self.failed || step.epoch != self.epochs.engine {
                         continue;
                     }
-                    self.collect()
-                        .map(|done| self.output(id, epoch, rows, sent, bytes, done))
-                        .and_then(|output| output)
+                    self.collect().and_then(|done| self.output(&step, sent, bytes, done))
                 }
                 Err(RecvTimeoutError::Timeout) => match self.cluster.lost() {
                     Some(lost) if !self.failed => Err(fault(&self.cluster, &lost)),
@@ -220,14 +268,13 @@ impl Collector {
     }
 
     fn output(
-        &self,
-        id: u64,
-        epoch: u64,
-        rows: usize,
+        &mut self,
+        step: &Step,
         sent: Instant,
         bytes_in: u64,
         done: Finished,
     ) -> Result<StepOutput, StageFault> {
+        let (id, epoch, rows) = (step.id, step.epoch, step.batch.len());
         let took = sent.elapsed();
         let unclear = |e: ClusterError| StageFault::Step(e.to_string());
         let last = done.reports.last().ok_or_else(|| StageFault::Step("no node has reported".into()))?;
@@ -259,6 +306,65 @@ impl Collector {
             bytes_in,
             bytes_out: done.hidden.iter().map(|b| b.len() as u64).sum(),
         };
-        Ok(StepOutput { id, epoch, hidden, rows: answers, reads, timing: vec![timing] })
+        for (node, report) in done.reports.iter().enumerate() {
+            let Some(t) = &report.timing else { continue };
+            tracing::debug!(
+                step = id,
+                node,
+                rows,
+                compute_us = t.compute_us,
+                wait_us = t.wait_us,
+                bytes_in = t.bytes_in,
+                bytes_out = t.bytes_out,
+                all_us = took.as_micros() as u64,
+                "hop"
+            );
+        }
+        let output = StepOutput { id, epoch, hidden, rows: answers, reads, timing: vec![timing] };
+        if let Some(check) = &mut self.replay {
+            check.compare(step, &output, self.width).map_err(StageFault::Step)?;
+        }
+        Ok(output)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ds4_engine::{Choose, Chosen, Mark, RowResult, Want};
+    use ds4_model::{Batch, Outputs};
+
+    use super::*;
+
+    #[test]
+    fn a_replay_must_give_what_was_given_before() {
+        let mut batch = Batch::new();
+        batch.push(0, 3, &[7, 8], Outputs::Last);
+        let mut step = Step {
+            batch,
+            marks: vec![Mark::default().extend(&[4, 5, 6])],
+            wants: vec![Want { choose: Choose::Given(1), top: 0 }],
+            ..Step::default()
+        };
+        let answer = |token| StepOutput {
+            rows: vec![RowResult::Token(Chosen { token, logprob: 0.0, top: Vec::new() })],
+            ..StepOutput::default()
+        };
+        let mut check = ReplayCheck::default();
+        assert_eq!(check.compare(&step, &answer(1), 2), Ok(()));
+        assert_eq!(check.compare(&step, &answer(1), 2), Ok(()));
+        let e = check.compare(&step, &answer(2), 2).expect_err("another token");
+        assert!(e.contains("position 4"), "{e}");
+        // Other tokens before it, or another question: nothing to compare with.
+        step.wants[0].choose = Choose::Given(2);
+        assert_eq!(check.compare(&step, &answer(3), 2), Ok(()));
+        step.marks[0] = Mark::default().extend(&[4, 5, 9]);
+        assert_eq!(check.compare(&step, &answer(4), 2), Ok(()));
+        // Without an answer the streams count.
+        step.wants.clear();
+        step.batch = Batch::new();
+        step.batch.push(0, 3, &[7, 8], Outputs::None);
+        let streams = |last| StepOutput { hidden: vec![0.0, 0.0, 1.0, last], ..StepOutput::default() };
+        assert_eq!(check.compare(&step, &streams(1.0), 2), Ok(()));
+        assert!(check.compare(&step, &streams(1.5), 2).is_err());
     }
 }

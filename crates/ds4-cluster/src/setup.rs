@@ -20,7 +20,14 @@ pub struct Serve {
     pub rows: RowFormat,
     pub activation: Format,
     pub timing: Timing,
+    /// Steps on their way through a span of workers at once.
+    pub window: u32,
+    /// Whether recent results are kept and compared with what a replay gives.
+    pub replay_check: bool,
 }
+
+/// Enough to keep eight nodes busy while the next steps travel.
+pub const WINDOW_DEFAULT: u32 = 16;
 
 /// The slices that workers must cover, in order: all but `local`.
 pub fn spans(total: usize, local: Option<LayerSlice>) -> Result<Vec<LayerSlice>, ClusterError> {
@@ -57,7 +64,7 @@ pub fn config(gguf: Gguf, hyper: &HyperParams, serve: &Serve) -> Result<Config, 
             activation_bits: serve.activation.bits(),
             heartbeat_ms: serve.timing.heartbeat.as_millis() as u32,
             heartbeats_missed_max: serve.timing.heartbeats_missed_max,
-            steps_max: STEPS_MAX,
+            steps_max: serve.window,
             width: (hyper.streams * hyper.hidden) as u32,
             qat: serve.numerics.qat,
             exact: serve.numerics.exact,
@@ -65,9 +72,6 @@ pub fn config(gguf: Gguf, hyper: &HyperParams, serve: &Serve) -> Result<Config, 
         },
     })
 }
-
-/// Steps under way at a node: more than the engine ever has in flight, with eight nodes.
-const STEPS_MAX: u32 = 16;
 
 /// What a worker offers.
 pub fn hello(

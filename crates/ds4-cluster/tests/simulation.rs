@@ -318,7 +318,8 @@ impl World {
             activation_bits: 32,
             heartbeat_ms: 1000,
             heartbeats_missed_max: 3,
-            steps_max: 8,
+            // Narrow windows hold steps back at the coordinator.
+            steps_max: 1 + rng.below(8) as u32,
             width: WIDTH as u32,
             ..Default::default()
         };

@@ -14,6 +14,9 @@ use crate::activation::Format;
 use crate::wire::state_op::Op;
 use crate::wire::{self, FromWorkerMessage as From, GoodbyeReason, ToWorkerMessage as To};
 
+/// Steps that the engine may have handed over before their turn.
+const WAITING_MAX: usize = 64;
+
 /// Connections at once: eight stages, and spares.
 const LINKS_MAX: usize = 16;
 
@@ -208,6 +211,8 @@ struct SpanState {
     links: Vec<Link>,
     next_step: u64,
     under_way: VecDeque<UnderWay>,
+    /// Taken from the engine, but not yet in the window.
+    waiting: VecDeque<(wire::Step, Bytes)>,
     /// Slowest seen.
     time_per_row: Option<Duration>,
 }
@@ -478,6 +483,9 @@ impl Coordinator {
                 };
                 self.actions.push(Action::Failed { span: index, failure });
             }
+            for _ in span.waiting {
+                self.actions.push(Action::Failed { span: index, failure: Failure::Lost(lost.clone()) });
+            }
         }
         self.actions.push(Action::RouteDown(lost));
     }
@@ -551,6 +559,7 @@ impl Coordinator {
             links: links.clone(),
             next_step: 1,
             under_way: VecDeque::new(),
+            waiting: VecDeque::new(),
             time_per_row: None,
         });
         self.route = Route::Up { spans: states.collect() };
@@ -561,19 +570,36 @@ impl Coordinator {
 
     // ---- steps ------------------------------------------------------------------------------------------------
 
-    fn submit(&mut self, now: Duration, index: usize, mut step: wire::Step, rows: Bytes) {
-        let lost = self.lost();
-        let (timing, epoch, steps_max) =
-            (self.config.timing, self.epoch, self.config.welcome.steps_max as usize);
+    fn submit(&mut self, now: Duration, index: usize, step: wire::Step, rows: Bytes) {
+        let (lost, epoch) = (self.lost(), self.epoch);
         let span = match &mut self.route {
             Route::Up { spans } if step.epoch == epoch => spans.get_mut(index),
             _ => None,
         };
-        let Some(span) = span.filter(|s| s.under_way.len() < steps_max) else {
+        let Some(span) = span.filter(|s| s.waiting.len() < WAITING_MAX) else {
             let why = Why::Restart("the route has changed since the step was made".into());
             let failure = Failure::Lost(lost.unwrap_or(Lost { why, since: now }));
             return self.actions.push(Action::Failed { span: index, failure });
         };
+        span.waiting.push_back((step, rows));
+        self.fill_window(now, index);
+    }
+
+    /// Sends waiting steps on their way, as many as the window takes.
+    fn fill_window(&mut self, now: Duration, index: usize) {
+        let window = self.config.welcome.steps_max as usize;
+        loop {
+            let Route::Up { spans } = &mut self.route else { return };
+            let Some(span) = spans.get_mut(index).filter(|s| s.under_way.len() < window) else { return };
+            let Some((step, rows)) = span.waiting.pop_front() else { return };
+            self.send_step(now, index, step, rows);
+        }
+    }
+
+    fn send_step(&mut self, now: Duration, index: usize, mut step: wire::Step, rows: Bytes) {
+        let (timing, epoch) = (self.config.timing, self.epoch);
+        let Route::Up { spans } = &mut self.route else { return };
+        let Some(span) = spans.get_mut(index) else { return };
         step.number = span.next_step;
         span.next_step += 1;
         let count: u32 = step.segments.iter().map(|s| s.rows).sum();
@@ -663,6 +689,7 @@ impl Coordinator {
             let reports = step.reports.into_iter().flatten().collect();
             self.actions.push(Action::Done { span: index, reports });
         }
+        self.fill_window(now, index);
     }
 
     fn step_failed(&mut self, now: Duration, link: Link, failed: wire::StepFailed) {

@@ -55,6 +55,8 @@ impl Tiny {
             rows: RowFormat::F32,
             activation,
             timing: Timing { heartbeat: Duration::from_millis(300), ..Timing::default() },
+            window: setup::WINDOW_DEFAULT,
+            replay_check: true,
         }
     }
 
