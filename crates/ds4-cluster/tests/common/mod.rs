@@ -5,6 +5,7 @@
 
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ds4_cluster::activation::Format;
@@ -15,10 +16,11 @@ use ds4_cluster::host::{MachineHost, StageAsk};
 use ds4_cluster::security::{Identity, Security};
 use ds4_cluster::setup::{self, Serve};
 use ds4_cluster::{RemoteStage, worker};
-use ds4_engine::{LocalStage, Machine, Pipeline, Stage, StageLimits};
+use ds4_engine::{Engine, EngineConfig, EngineHandle, LocalStage, Machine, Pipeline, Stage, StageLimits};
 use ds4_gguf::Gguf;
 use ds4_model::{HyperParams, KvLayout, LayerSlice, Limits, Model, ModelError, Numerics, RowFormat, Setup};
 use ds4_reference::Reference;
+use ds4_text::Tokenizer;
 
 pub const SECRET: &[u8] = b"the secret of these tests";
 pub const CONTEXT: usize = 768;
@@ -44,7 +46,7 @@ impl Tiny {
     }
 
     pub fn serve(&self, local: Option<&str>, activation: Format) -> Serve {
-        let pages = SLOTS * KvLayout::pages_for(CONTEXT);
+        let pages = SLOTS * (KvLayout::pages_for(CONTEXT) + 1) + 8;
         Serve {
             local: local.map(|l| self.slice(l)),
             limits: StageLimits {
@@ -73,6 +75,13 @@ impl Tiny {
     pub fn local_stage(&self, slice: LayerSlice, serve: &Serve) -> LocalStage {
         let (tiny, ask) = (self.clone(), ask(serve));
         LocalStage::start("local", ask.limits.checkpoints, move || tiny.load(slice, &ask)).expect("loads")
+    }
+
+    /// An engine over `stages`.
+    pub fn engine(&self, stages: Vec<Box<dyn Stage>>, resume_wait: Duration) -> EngineHandle {
+        let tokenizer = Arc::new(Tokenizer::from_gguf(gguf().metadata()).expect("tokenizer"));
+        let config = EngineConfig { resume_wait, ..EngineConfig::default() };
+        Engine::start(config, tokenizer, move || Pipeline::new(stages)).expect("a thread")
     }
 
     /// The whole model in one process.
