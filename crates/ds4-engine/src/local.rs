@@ -5,7 +5,8 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ds4_model::{Backend, BackendError, Model, ModelError, PlanLine};
+use ds4_model::plan::StageBuffers;
+use ds4_model::{Backend, BackendError, Model, ModelError};
 
 use crate::sampler::{RowResult, Sampler};
 use crate::stage::{
@@ -58,11 +59,6 @@ impl LocalStage {
             .map_err(|e| failed(&name, format!("no thread: {e}")))?;
         let info = loaded.recv().map_err(|_| failed(&name, "its thread ended while loading".into()))??;
         Ok(LocalStage { info, jobs })
-    }
-
-    /// The plan line of the checkpoint store.
-    pub fn checkpoint_plan(frontier_bytes: usize, checkpoints: usize) -> PlanLine {
-        PlanLine { name: "checkpoints".into(), bytes: frontier_bytes as u64 * checkpoints as u64 }
     }
 
     fn queue(&self, job: Job) -> Result<(), StageError> {
@@ -127,15 +123,15 @@ impl<B: Backend> Machine<B> {
         let setup = model.setup();
         let limits = StageLimits { model: setup.limits, checkpoints };
         let info = StageInfo::new(name, model.backend.device(), &setup.layout, limits);
-        let vocab = if setup.layout.slice.head { setup.hyper.vocab } else { 0 };
-        let width = setup.hyper.streams * setup.hyper.hidden;
+        let buffers = StageBuffers::new(setup, checkpoints);
         Ok(Machine {
             slots: vec![Some(Mark::default()); limits.model.slots],
-            store: vec![0; checkpoints * info.frontier_bytes],
+            // Not zeros: those the system would hand out only when they are written to.
+            store: vec![1; buffers.checkpoints],
             stored: vec![None; checkpoints],
-            sampler: Sampler::new(vocab),
-            logits: vec![0.0; vocab],
-            hidden: vec![0.0; limits.model.rows * width],
+            sampler: Sampler::new(buffers.logits),
+            logits: vec![0.0; buffers.logits],
+            hidden: vec![0.0; buffers.hidden],
             info,
             model,
             load: Box::new(load),

@@ -1,7 +1,7 @@
 //! DeepSeek V4: hyper-parameters, typed weights, key-value layout, and the forward pass over the [`Backend`] trait.
 //!
 //! Read [`forward`] for the model, [`backend`] for what it asks of a device, [`weights`] for its data, and [`kv`] for
-//! what a session remembers.
+//! what a session remembers, and [`plan`] for the memory that all of it takes.
 
 pub mod backend;
 pub mod batch;
@@ -9,6 +9,7 @@ mod error;
 pub mod forward;
 pub mod hyper;
 pub mod kv;
+pub mod plan;
 pub mod rounding;
 pub mod slice;
 pub mod weights;
@@ -19,4 +20,5 @@ pub use error::{BackendError, ModelError};
 pub use forward::Model;
 pub use hyper::{HyperParams, LayerKind};
 pub use kv::{KvLayout, PAGE_TOKENS, RowFormat};
+pub use plan::{MemoryPlan, Settings};
 pub use slice::LayerSlice;
