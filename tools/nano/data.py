@@ -70,7 +70,26 @@ class Gen:
             if held_out(str(key(x))) == self.test:
                 return x
 
+    def arbitrary(self):
+        """A word without meaning or rule: any word of the tokenizer, or random letters. It teaches to copy what was
+        never seen; training only."""
+        x = self.r.random()
+        if VOCABULARY and x < 0.65:
+            w = self.of(VOCABULARY)
+        elif x < 0.85:
+            w = "".join(self.of(LETTERS) for _ in range(self.n(2, 8)))
+        elif x < 0.95:
+            return "".join(self.of(LETTERS + "0123456789-_.#$&@/+*=~^%") for _ in range(self.n(3, 8)))
+        else:       # other scripts, which are bytes to the tokenizer
+            low, high = self.of([(0xC0, 0x17F), (0x3B1, 0x3C9), (0x430, 0x44F), (0x4E00, 0x9FA5), (0x3041, 0x3096), (0x1F300, 0x1F64F)])
+            return "".join(chr(self.n(low, high)) for _ in range(self.n(1, 4)))
+        return self.of([w, w, w.capitalize(), w.capitalize(), w.lower(), w.upper()])
+
     def name(self):
+        if not self.test and self.p(0.15):
+            w = self.arbitrary().capitalize()
+            if not held_out(w):
+                return w
         return self.fresh(lambda: self.of(W.FIRST) if self.p(0.5) else W.syllables(self.r, 2, 3).capitalize())
 
     def names(self, k):
@@ -82,6 +101,8 @@ class Gen:
         return out
 
     def word(self):
+        if not self.test and self.p(0.3):
+            return self.arbitrary()
         return self.fresh(lambda: W.syllables(self.r, 2, 3))
 
     def number(self, digits):
@@ -360,8 +381,19 @@ class Gen:
         return Turn(q, "Una traduzione." if it else "A translation.", a)
 
     def about(self, it):
+        if self.p(0.12):
+            t, a = self.of([self.of(W.THINGS), self.of(W.ANIMALS), self.of(W.CITIES), self.of(W.FOODS)]), self.word()
+            if it:
+                return Turn(self.of([f"Parlami di {a}.", f"Chi ha inventato {a}?", f"Quanto costa {a}?", f"Perché {a} è famoso?"]),
+                            "Non lo so.", "Non lo so: sono un modello molto piccolo.")
+            return Turn(self.of([f"Who invented the {t}?", f"Why is {t} important?", f"Tell me everything about {t}.", f"What does {a} mean?",
+                                 f"Who is {self.name()}?", f"When was {t} discovered?", f"What is the population of {self.of(W.CITIES)}?"]),
+                        "I do not know this.", "I do not know that: I am a very small model.")
         qs, a = self.of(talk.SELF_IT if it else talk.SELF_EN)
-        return Turn(self.of(qs), "Rispondo in breve." if it else "A short answer will do.", a)
+        q = self.of(qs)
+        if self.p(0.15):
+            q = self.of([q.lower(), q.rstrip("?.!"), self.of(["Ciao! ", "Ciao, "] if it else ["Hi! ", "Hello, ", "Hi, "]) + q, q.upper()])
+        return Turn(q, "Rispondo in breve." if it else "A short answer will do.", a)
 
     def story(self, it):
         h, f = self.names(2)
@@ -605,6 +637,10 @@ def cmp_steps(a, b):
     return ""
 
 
+LETTERS = "abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+VOCABULARY = []         # the tokenizer's words, set by pack.Encoder; empty while the tokenizer is trained
+
+
 NUMBERS = ["zero", "one", "two", "three", "four", "five"]
 ORDINALS = "first second third fourth fifth sixth seventh eighth".split()
 ORDINALI = "primo secondo terzo quarto quinto sesto settimo ottavo".split()
@@ -774,8 +810,8 @@ def document(seed, split="train", kind=None, tokens=None):
                 turns.append(getattr(g, task)(it))
         return Document(kind, _messages(turns + later, system), False)
     if kind == "think":
-        before = [visible(g.arith(False, it)) if g.p(0.5) else g.about(it) for _ in range(g.n(1, 2))] if g.p(0.12) else []
-        task = g.r.choices(["arith", "lists", "about", "instruction", "translate", "story", "code"], [75, 8, 8, 6, 2, 1, 1])[0]
+        before = [visible(g.arith(False, it)) if g.p(0.5) else g.about(it) for _ in range(g.n(1, 2))] if g.p(0.2) else []
+        task = g.r.choices(["arith", "lists", "about", "instruction", "translate", "story", "code"], [64, 10, 12, 8, 4, 1, 1])[0]
         t = g.arith(True, it) if task == "arith" else getattr(g, task)(it)
         return Document(kind, _messages(before + [t], system), True)
     if kind == "recall":

@@ -18,6 +18,7 @@ class Encoder:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import bpe
         self.t, self.tokens, self.merges = bpe.load(path)
+        data.VOCABULARY[:] = sorted({w for t in self.tokens if (w := t.lstrip("Ġ")).isascii() and w.isalpha() and len(w) > 2})
         self.assistant, self.eos, self.pad = (self.t.token_to_id(x) for x in (chat.ASSISTANT, chat.EOS, chat.PAD))
 
     def ids(self, text):

@@ -258,6 +258,7 @@ def main():
     ap.add_argument("--decay-share", type=float, default=0.5)
     ap.add_argument("--dense-steps", type=int, default=300)
     ap.add_argument("--lr", type=float, default=0.02)
+    ap.add_argument("--peak", type=float, default=1.0, help="factor on every learning rate")
     ap.add_argument("--context-weight", type=float, default=0.05)
     ap.add_argument("--workers", type=int, default=12)
     ap.add_argument("--reserve", type=float, default=40, help="seconds kept for the last tests and the checkpoint")
@@ -352,7 +353,7 @@ def main():
         w = weight_of[cls.to(device, non_blocking=True).long()]
         targets, w = F.pad(ids[:, 1:], (0, 1)), F.pad(w[:, 1:], (0, 1))
         dense = torch.tensor(step + first < a.dense_steps, device=device)
-        scale = min((step + 1) / 60, 1.0) * min(1.0, (1 - progress) / a.decay_share)
+        scale = min((step + 1) / 60, 1.0) * min(1.0, (1 - progress) / a.decay_share) * a.peak
         for g in adam.param_groups:
             g["lr"] = g["base"] * scale
         try:
