@@ -349,7 +349,7 @@ impl Service for JoinService {
 
     async fn feed(
         &self,
-        _: Request<Streaming<wire::FeedMessage>>,
+        _: Request<Streaming<wire::Activations>>,
     ) -> Result<Response<wire::FeedEnd>, Status> {
         Err(Status::unimplemented("activations for the coordinator's own layers go over Join"))
     }

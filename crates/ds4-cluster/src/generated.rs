@@ -49,21 +49,6 @@ pub mod to_worker {
         Goodbye(super::Goodbye),
     }
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct FeedMessage {
-    #[prost(oneof = "feed_message::Message", tags = "1, 2")]
-    pub message: ::core::option::Option<feed_message::Message>,
-}
-/// Nested message and enum types in `FeedMessage`.
-pub mod feed_message {
-    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
-    pub enum Message {
-        #[prost(message, tag = "1")]
-        Hello(super::FeedHello),
-        #[prost(message, tag = "2")]
-        Activations(super::Activations),
-    }
-}
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedEnd {}
 /// Layers first..end of total; head: also the output head.
@@ -203,14 +188,6 @@ pub struct Activations {
     pub rows: u32,
     #[prost(bytes = "bytes", tag = "5")]
     pub data: ::prost::bytes::Bytes,
-}
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct FeedHello {
-    #[prost(fixed64, tag = "1")]
-    pub epoch: u64,
-    /// Place in the route of the sender.
-    #[prost(uint32, tag = "2")]
-    pub place: u32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StepFailed {
@@ -441,10 +418,8 @@ pub struct StepTiming {
     #[prost(uint64, tag = "3")]
     pub wait_us: u64,
     #[prost(uint64, tag = "4")]
-    pub send_us: u64,
-    #[prost(uint64, tag = "5")]
     pub bytes_in: u64,
-    #[prost(uint64, tag = "6")]
+    #[prost(uint64, tag = "5")]
     pub bytes_out: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -692,10 +667,10 @@ pub mod cluster_client {
                 .insert(GrpcMethod::new("ds4.cluster.v1.Cluster", "Join"));
             self.inner.streaming(req, path, codec).await
         }
-        /// Activations straight from the previous node of the route. First message: feed_hello. Answered when it ends.
+        /// Activations straight from the previous node of the route. Answered when it ends.
         pub async fn feed(
             &mut self,
-            request: impl tonic::IntoStreamingRequest<Message = super::FeedMessage>,
+            request: impl tonic::IntoStreamingRequest<Message = super::Activations>,
         ) -> std::result::Result<tonic::Response<super::FeedEnd>, tonic::Status> {
             self.inner
                 .ready()
@@ -740,10 +715,10 @@ pub mod cluster_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::FromWorker>>,
         ) -> std::result::Result<tonic::Response<Self::JoinStream>, tonic::Status>;
-        /// Activations straight from the previous node of the route. First message: feed_hello. Answered when it ends.
+        /// Activations straight from the previous node of the route. Answered when it ends.
         async fn feed(
             &self,
-            request: tonic::Request<tonic::Streaming<super::FeedMessage>>,
+            request: tonic::Request<tonic::Streaming<super::Activations>>,
         ) -> std::result::Result<tonic::Response<super::FeedEnd>, tonic::Status>;
     }
     #[derive(Debug)]
@@ -871,7 +846,7 @@ pub mod cluster_server {
                     struct FeedSvc<T: Cluster>(pub Arc<T>);
                     impl<
                         T: Cluster,
-                    > tonic::server::ClientStreamingService<super::FeedMessage>
+                    > tonic::server::ClientStreamingService<super::Activations>
                     for FeedSvc<T> {
                         type Response = super::FeedEnd;
                         type Future = BoxFuture<
@@ -880,7 +855,7 @@ pub mod cluster_server {
                         >;
                         fn call(
                             &mut self,
-                            request: tonic::Request<tonic::Streaming<super::FeedMessage>>,
+                            request: tonic::Request<tonic::Streaming<super::Activations>>,
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {

@@ -20,7 +20,7 @@ use crate::host::Host;
 use crate::security::Security;
 use crate::wire::cluster_client::ClusterClient;
 use crate::wire::cluster_server::{Cluster, ClusterServer};
-use crate::wire::{self, FromWorkerMessage, feed_message};
+use crate::wire::{self, FromWorkerMessage};
 use crate::{endpoint::Endpoint, transport};
 
 /// Messages that wait for the network. The window of steps keeps them far below; more means that the peer reads no
@@ -217,7 +217,7 @@ struct Driver {
     /// Numbers connections to the coordinator, so that the last words of an old one are not taken for the new one's.
     connection: u64,
     outbox: Option<mpsc::Sender<wire::FromWorker>>,
-    feed: Option<mpsc::Sender<wire::FeedMessage>>,
+    feed: Option<mpsc::Sender<wire::Activations>>,
 }
 
 impl Driver {
@@ -229,10 +229,9 @@ impl Driver {
             Action::Load(welcome) => self.job(Job::Load(welcome)),
             Action::Restart { epoch } => self.job(Job::Restart(epoch)),
             Action::Run { step, rows } => self.job(Job::Run(step, rows)),
-            Action::Next { address, epoch, place } => self.next(&address, epoch, place),
+            Action::Next { address } => self.next(address),
             Action::Feed(piece) => {
-                let message = wire::FeedMessage { message: Some(feed_message::Message::Activations(piece)) };
-                let sent = self.feed.as_ref().is_some_and(|f| f.try_send(message).is_ok());
+                let sent = self.feed.as_ref().is_some_and(|f| f.try_send(piece).is_ok());
                 if !sent {
                     self.feed = None;
                     self.tell(0, Event::FeedLost { reason: "it does not take what is sent".into() });
@@ -287,13 +286,10 @@ impl Driver {
         });
     }
 
-    fn next(&mut self, address: &str, epoch: u64, place: u32) {
+    fn next(&mut self, address: String) {
         let (feed, outgoing) = mpsc::channel(OUTBOX);
-        let hello = feed_message::Message::Hello(wire::FeedHello { epoch, place });
-        drop(feed.try_send(wire::FeedMessage { message: Some(hello) }));
         self.feed = Some(feed);
-        let (security, events, address) =
-            (self.options.security.clone(), self.events.clone(), address.to_string());
+        let (security, events) = (self.options.security.clone(), self.events.clone());
         tokio::spawn(async move {
             if let Err(e) = hand_on(&address, security, outgoing).await {
                 drop(events.send((0, Event::FeedLost { reason: e.to_string() })).await);
@@ -332,7 +328,7 @@ async fn talk(
 async fn hand_on(
     address: &str,
     security: Security,
-    outgoing: mpsc::Receiver<wire::FeedMessage>,
+    outgoing: mpsc::Receiver<wire::Activations>,
 ) -> Result<(), ClusterError> {
     let address: SocketAddr =
         address.parse().map_err(|_| ClusterError::Protocol(format!("{address:?} is no address")))?;
@@ -376,13 +372,11 @@ impl Cluster for FeedService {
 
     async fn feed(
         &self,
-        request: Request<Streaming<wire::FeedMessage>>,
+        request: Request<Streaming<wire::Activations>>,
     ) -> Result<Response<wire::FeedEnd>, Status> {
         let mut incoming = request.into_inner();
-        while let Some(message) = incoming.message().await? {
-            if let Some(feed_message::Message::Activations(piece)) = message.message
-                && self.events.send((0, Event::Fed(piece))).await.is_err()
-            {
+        while let Some(piece) = incoming.message().await? {
+            if self.events.send((0, Event::Fed(piece))).await.is_err() {
                 break;
             }
         }

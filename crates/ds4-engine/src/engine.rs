@@ -333,7 +333,12 @@ impl Engine {
                 self.health = Health::Ready;
                 true
             }
-            Err(error) if error.fault.resumable() => {
+            // A stage that is still in its last step gets as long as any step does.
+            Err(error)
+                if error.fault.resumable()
+                    || (matches!(error.fault, StageFault::Deadline { .. })
+                        && since.elapsed() < self.config.step_limit) =>
+            {
                 let reason = error.to_string();
                 if since.elapsed() >= self.config.resume_wait {
                     self.fail_all(&error.into(), |_| true);

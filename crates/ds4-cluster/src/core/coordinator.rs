@@ -177,7 +177,6 @@ pub struct NodeStats {
     pub rows: u64,
     pub compute_us: u64,
     pub wait_us: u64,
-    pub send_us: u64,
     pub bytes_in: u64,
     pub bytes_out: u64,
 }
@@ -665,7 +664,6 @@ impl Coordinator {
             node.stats.rows += u64::from(t.rows);
             node.stats.compute_us += t.compute_us;
             node.stats.wait_us += t.wait_us;
-            node.stats.send_us += t.send_us;
             node.stats.bytes_in += t.bytes_in;
             node.stats.bytes_out += t.bytes_out;
         }

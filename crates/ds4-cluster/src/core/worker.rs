@@ -75,8 +75,6 @@ pub enum Action {
     /// Where [`Action::Feed`] goes from now on.
     Next {
         address: String,
-        epoch: u64,
-        place: u32,
     },
     Feed(wire::Activations),
     /// The process has nothing left to do: why.
@@ -398,7 +396,7 @@ impl Worker {
         self.epoch = route.epoch;
         self.next = Some(route.next.clone()).filter(|n| !n.is_empty());
         if self.next.is_some() {
-            self.actions.push(Action::Next { address: route.next, epoch: route.epoch, place: route.place });
+            self.actions.push(Action::Next { address: route.next });
         }
         self.announce = true;
     }
@@ -525,7 +523,6 @@ impl Worker {
             rows,
             compute_us: compute.as_micros() as u64,
             wait_us: running.waited.as_micros() as u64,
-            send_us: 0,
             bytes_in: running.bytes_in,
             bytes_out: output.hidden.len() as u64,
         };
