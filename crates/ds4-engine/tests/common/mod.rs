@@ -74,6 +74,10 @@ impl Cold {
         Cold { model, known: Vec::new() }
     }
 
+    pub fn forget(&mut self) {
+        self.known.clear();
+    }
+
     /// Logits after `tokens`.
     pub fn logits(&mut self, tokens: &[u32]) -> &[f32] {
         let vocab = self.model.setup().hyper.vocab;
@@ -111,10 +115,32 @@ pub type Seen = Arc<Mutex<Vec<(Vec<u32>, Vec<f32>)>>>;
 /// A step, and the tokens up to each of its output rows.
 type Watched = (Arc<Step>, Vec<Vec<u32>>);
 
+/// What goes wrong, and when.
+#[derive(Clone, Debug)]
+pub struct Fault {
+    /// Steps until then.
+    pub after: usize,
+    pub fault: StageFault,
+    /// The stage does not even report.
+    pub silent: bool,
+    /// The step is done all the same; else not at all.
+    pub done: bool,
+    /// Restarts that fail before one succeeds.
+    pub failing_restarts: usize,
+    /// What the stage still knows afterwards.
+    pub survived: Survived,
+}
+
+pub type Faults = Arc<Mutex<Option<Fault>>>;
+
 /// Wraps the stage that owns the head: asks it for whole rows of logits, keeps them, and answers the engine itself.
 pub struct Spy {
     inner: LocalStage,
     seen: Seen,
+    faults: Faults,
+    reports: Option<Reports>,
+    /// A fault was reported; steps are ignored until the restart.
+    down: bool,
     slots: HashMap<u32, Vec<u32>>,
     checkpoints: HashMap<u32, Vec<u32>>,
     steps: SyncSender<Watched>,
@@ -123,8 +149,22 @@ pub struct Spy {
 
 impl Spy {
     pub fn new(inner: LocalStage, seen: Seen) -> Self {
+        Self::with_faults(inner, seen, Faults::default())
+    }
+
+    pub fn with_faults(inner: LocalStage, seen: Seen, faults: Faults) -> Self {
         let (steps, inbox) = sync_channel(64);
-        Spy { inner, seen, slots: HashMap::new(), checkpoints: HashMap::new(), steps, inbox: Some(inbox) }
+        Spy {
+            inner,
+            seen,
+            faults,
+            reports: None,
+            down: false,
+            slots: HashMap::new(),
+            checkpoints: HashMap::new(),
+            steps,
+            inbox: Some(inbox),
+        }
     }
 
     fn ops(&mut self, ops: &[StateOp]) {
@@ -149,6 +189,7 @@ impl Stage for Spy {
     }
 
     fn start(&mut self, reports: Reports) -> Result<(), StageError> {
+        self.reports = Some(reports.clone());
         let (seen, inbox) = (self.seen.clone(), self.inbox.take().expect("started once"));
         let mut sampler = Sampler::default();
         let inner = reports.map(move |mut output: StepOutput| {
@@ -170,6 +211,26 @@ impl Stage for Spy {
     }
 
     fn submit(&mut self, step: Arc<Step>, hidden: Option<Hidden>) -> Result<(), StageError> {
+        if self.down {
+            return Ok(());
+        }
+        let mut strike = None;
+        if let Some(f) = self.faults.lock().unwrap().as_mut() {
+            match f.after.checked_sub(1) {
+                Some(left) => f.after = left,
+                None => strike = Some(f.clone()),
+            }
+        }
+        if let Some(f) = &strike {
+            self.down = true;
+            let report = Err(StageError::new(self.inner.info(), f.fault.clone()));
+            if !f.silent {
+                self.reports.as_ref().expect("started").send(report);
+            }
+            if !f.done {
+                return Ok(());
+            }
+        }
         self.ops(&step.before);
         let mut prefixes = Vec::new();
         for s in step.batch.segments() {
@@ -190,7 +251,27 @@ impl Stage for Spy {
     }
 
     fn restart(&mut self, epoch: u64, deadline: Instant) -> Result<Survived, StageError> {
-        self.inner.restart(epoch, deadline)
+        let mut faults = self.faults.lock().unwrap();
+        let survived = match faults.take() {
+            Some(mut f) if self.down && f.failing_restarts > 0 => {
+                f.failing_restarts -= 1;
+                let error = StageError::new(self.inner.info(), f.fault.clone());
+                *faults = Some(f);
+                return Err(error);
+            }
+            Some(f) if self.down => f.survived,
+            // Another stage's restart.
+            other => {
+                *faults = other;
+                Survived::State
+            }
+        };
+        self.down = false;
+        self.inner.restart(epoch, deadline)?;
+        if survived == Survived::Nothing {
+            self.checkpoints.clear();
+        }
+        Ok(survived)
     }
 }
 
