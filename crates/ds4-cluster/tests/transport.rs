@@ -287,8 +287,7 @@ fn a_worker_with_another_key_says_so() {
     let tiny = tiny();
     let serve = tiny.serve(Some("0:2"), Format::Bits32);
     let (cluster, _stages) = common::coordinator(&tiny, &serve, security(false));
-    let mut other =
-        Process::worker_with_secret(cluster.address(), "3:output", false, "some other secret of 16");
+    let mut other = Process::worker_with_secret(cluster.address(), "3:output", "some other secret of 16");
     std::thread::sleep(Duration::from_millis(1500));
     let lost = cluster.lost().expect("no route").to_string();
     assert_eq!(lost, "route incomplete, missing layers 3 to 5, the output head");

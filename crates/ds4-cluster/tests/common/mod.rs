@@ -100,8 +100,17 @@ fn ask(serve: &Serve) -> StageAsk {
 
 /// A coordinator, and the stages of its pipeline: its own slice here, the others at workers.
 pub fn coordinator(tiny: &Tiny, serve: &Serve, security: Security) -> (Cluster, Vec<Box<dyn Stage>>) {
+    coordinator_at("127.0.0.1", tiny, serve, security)
+}
+
+pub fn coordinator_at(
+    host: &str,
+    tiny: &Tiny,
+    serve: &Serve,
+    security: Security,
+) -> (Cluster, Vec<Box<dyn Stage>>) {
     let cluster = Cluster::start(coordinator::Options {
-        listen: Endpoint { host: "127.0.0.1".into(), port: 0 },
+        listen: Endpoint { host: host.into(), port: 0 },
         security,
         core: setup::config(gguf(), &tiny.hyper, serve).expect("a layout"),
     })
@@ -170,13 +179,28 @@ pub struct Process(pub Child);
 
 impl Process {
     pub fn worker(address: SocketAddr, layers: &str, direct: bool) -> Self {
-        Self::worker_with_secret(address, layers, direct, std::str::from_utf8(SECRET).expect("text"))
+        let secret = std::str::from_utf8(SECRET).expect("text");
+        Self::start(Command::new(Self::program()), address, layers, direct, secret)
     }
 
-    pub fn worker_with_secret(address: SocketAddr, layers: &str, direct: bool, secret: &str) -> Self {
+    pub fn worker_with_secret(address: SocketAddr, layers: &str, secret: &str) -> Self {
+        Self::start(Command::new(Self::program()), address, layers, false, secret)
+    }
+
+    /// In a network namespace.
+    pub fn worker_in(namespace: &str, address: SocketAddr, layers: &str) -> Self {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(Self::program());
+        Self::start(command, address, layers, false, std::str::from_utf8(SECRET).expect("text"))
+    }
+
+    fn program() -> std::path::PathBuf {
+        std::env::current_exe().expect("this program")
+    }
+
+    fn start(mut command: Command, address: SocketAddr, layers: &str, direct: bool, secret: &str) -> Self {
         let direct = if direct { "direct" } else { "-" };
-        let program = std::env::current_exe().expect("this program");
-        let child = Command::new(program)
+        let child = command
             .args(["--exact", "worker_process", "--ignored", "--nocapture"])
             .env("DS4_TEST_WORKER", format!("{address} {layers} {direct} {}", secret.replace(' ', "_")))
             .stdout(Stdio::piped())
@@ -194,15 +218,6 @@ impl Process {
     pub fn kill(&mut self) {
         self.0.kill().expect("killed");
         self.0.wait().expect("reaped");
-    }
-
-    /// What it printed, once it has ended.
-    pub fn output(mut self) -> String {
-        use std::io::Read;
-        let mut text = String::new();
-        self.0.stdout.take().expect("piped").read_to_string(&mut text).expect("text");
-        self.0.wait().expect("reaped");
-        text
     }
 }
 
