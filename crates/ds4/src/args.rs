@@ -5,11 +5,14 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+const USAGE: &str = "Without a prompt: a chat in the terminal (/help there). Only the answer goes to stdout.";
+
 #[derive(Debug, Parser)]
 #[command(
     name = "ds4",
     version,
     about = "Runs DeepSeek V4 models from GGUF files",
+    after_help = USAGE,
     args_conflicts_with_subcommands = true
 )]
 pub struct Cli {
@@ -17,32 +20,43 @@ pub struct Cli {
     pub command: Option<Command>,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Print what the model file holds, and stop
-    #[arg(long)]
-    pub inspect: bool,
-    /// With --inspect: print JSON
-    #[arg(long, requires = "inspect")]
-    pub json: bool,
+    #[command(flatten)]
+    pub numerics: NumericArgs,
+    #[command(flatten)]
+    pub run: RunArgs,
+    #[command(flatten)]
+    pub probe: ProbeArgs,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Write the logits of given tokens as little-endian f32 [positions, vocabulary]
     Logits(LogitsArgs),
+    /// Print shell completions
+    Completions { shell: clap_complete::Shell },
+    /// Print the man page
+    Man,
 }
 
 /// Which model, on what.
 #[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// Model file (GGUF). Default: ds4flash.gguf in this folder, else the model that ships with the program
     #[arg(short = 'm', long, value_name = "FILE")]
     pub model: Option<PathBuf>,
+    /// Tokens that a conversation may have. Default: what the model was trained for, at most 32768
+    #[arg(short = 'c', long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
+    pub ctx: Option<u32>,
     /// Where to compute
     #[arg(long, value_enum, default_value_t = BackendChoice::Auto)]
     pub backend: BackendChoice,
     /// Threads of the CPU backend. Default: the cores that this process may use
     #[arg(short = 't', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
+    /// Prompt tokens per step
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub prefill_chunk: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -51,12 +65,13 @@ pub enum BackendChoice {
     Auto,
     /// This machine's processor
     Cpu,
-    /// The clear f32 program that the others are tested against; slow
+    /// The clear f32 program that the others are tested against; slow, one thread
     Reference,
 }
 
 /// Numeric mode.
 #[derive(Debug, Clone, Copy, Args)]
+#[command(next_help_heading = "Numerics")]
 pub struct NumericArgs {
     /// Compute without the activation rounding that the model was trained with
     #[arg(long, conflicts_with = "qat")]
@@ -78,6 +93,81 @@ pub enum KvChoice {
     F32,
     /// FP8 and FP4, which is what the model's own rounding leaves, and a 16-bit rotary part
     Packed,
+}
+
+/// What to say, and how to answer.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Generation")]
+pub struct RunArgs {
+    /// Answer this and stop
+    #[arg(short = 'p', long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Answer the text of this file and stop
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    pub prompt_file: Option<PathBuf>,
+    /// System text (also -sys)
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// The prompt is the beginning of a text to go on with: no chat format around it
+    #[arg(long)]
+    pub raw_prompt: bool,
+    /// Tokens to generate at most. Default: until the model ends or the context is full
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub tokens: Option<u32>,
+    /// 0 takes the most likely token
+    #[arg(long, value_name = "T", default_value_t = 0.6)]
+    pub temp: f32,
+    /// Only the most likely tokens that together reach this probability
+    #[arg(long, value_name = "P", default_value_t = 0.95)]
+    pub top_p: f32,
+    /// Only so many most likely tokens; 0: all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub top_k: u32,
+    /// Only tokens at least this share as likely as the most likely one
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    pub min_p: f32,
+    /// The same seed gives the same answer. Default: another one every time
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Let the model think before it answers (the default)
+    #[arg(long, overrides_with_all = ["think_max", "nothink"])]
+    pub think: bool,
+    /// Ask for the most thorough thinking
+    #[arg(long, overrides_with_all = ["think", "nothink"])]
+    pub think_max: bool,
+    /// Answer without thinking
+    #[arg(long, overrides_with_all = ["think", "think_max"])]
+    pub nothink: bool,
+}
+
+/// Look at the model instead of talking to it.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Inspection")]
+pub struct ProbeArgs {
+    /// Print what the model file holds
+    #[arg(long)]
+    pub inspect: bool,
+    /// With --inspect: as JSON
+    #[arg(long, requires = "inspect")]
+    pub json: bool,
+    /// Print the prompt's token ids and texts
+    #[arg(long)]
+    pub dump_tokens: bool,
+    /// Write the logits after the prompt to this file: little-endian f32 [vocabulary]
+    #[arg(long, value_name = "FILE")]
+    pub dump_logits: Option<PathBuf>,
+    /// Print the log-probabilities of the tokens that may follow the prompt
+    #[arg(long)]
+    pub dump_logprobs: bool,
+    /// With --dump-logprobs: so many
+    #[arg(long, value_name = "K", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub logprobs_top_k: u32,
+    /// Print the perplexity of this file's text
+    #[arg(long, value_name = "FILE")]
+    pub perplexity_file: Option<PathBuf>,
+    /// Check that the prompt's last N positions come out the same in one step and one by one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub decode_consistency: Option<u32>,
 }
 
 #[derive(Debug, Args)]

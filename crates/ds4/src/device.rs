@@ -6,15 +6,18 @@ use ds4_reference::Reference;
 use crate::CliError;
 use crate::args::{BackendChoice, ModelArgs};
 
-/// A job over whichever backend was chosen.
+/// A job over whichever backend was chosen. `make` can be called again, to set a lost device up anew.
 pub trait Job {
     type Output;
-    fn run<B: Backend + 'static>(self, backend: B) -> Result<Self::Output, CliError>;
+    fn run<B: Backend + 'static>(
+        self,
+        make: impl Fn() -> B + Send + 'static,
+    ) -> Result<Self::Output, CliError>;
 }
 
 /// Runs `job` on the backend that the flags ask for.
 pub fn dispatch<J: Job>(args: &ModelArgs, job: J) -> Result<J::Output, CliError> {
     match args.backend {
-        BackendChoice::Auto | BackendChoice::Cpu | BackendChoice::Reference => job.run(Reference::default()),
+        BackendChoice::Auto | BackendChoice::Cpu | BackendChoice::Reference => job.run(Reference::default),
     }
 }

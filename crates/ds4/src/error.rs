@@ -9,8 +9,16 @@ pub enum CliError {
     Gguf { path: PathBuf, source: ds4_gguf::Error },
     #[error("{path}: {source}")]
     Model { path: PathBuf, source: ds4_model::ModelError },
+    #[error("{path}: {source}")]
+    Tokenizer { path: PathBuf, source: ds4_text::TokenizerError },
+    #[error("{path}: {reason}")]
+    Load { path: PathBuf, reason: String },
     #[error(transparent)]
     Step(#[from] ds4_model::ModelError),
+    #[error(transparent)]
+    Rejected(#[from] ds4_engine::Rejected),
+    #[error(transparent)]
+    Engine(#[from] ds4_engine::EngineError),
     #[error("{path}: {source}")]
     File { path: PathBuf, source: std::io::Error },
     #[error("{0}")]

@@ -5,11 +5,14 @@
 pub mod args;
 mod device;
 mod error;
+mod generate;
 mod inspect;
 mod logits;
 mod open;
+mod session;
 
 use std::ffi::OsString;
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
@@ -38,12 +41,22 @@ pub fn main(argv: impl IntoIterator<Item = OsString>) -> ExitCode {
 }
 
 fn run(cli: args::Cli) -> Result<(), CliError> {
+    let mut out = std::io::stdout().lock();
     match cli.command {
-        Some(args::Command::Logits(a)) => logits::run(a),
-        None if cli.inspect => inspect::run(&cli.model, cli.json),
+        Some(args::Command::Logits(a)) => {
+            drop(out);
+            logits::run(a)
+        }
+        Some(args::Command::Completions { shell }) => {
+            // Into memory first: the generator panics where its output is closed.
+            let mut text = Vec::new();
+            clap_complete::generate(shell, &mut args::Cli::command(), "ds4", &mut text);
+            Ok(out.write_all(&text)?)
+        }
+        Some(args::Command::Man) => Ok(clap_mangen::Man::new(args::Cli::command()).render(&mut out)?),
         None => {
-            args::Cli::command().print_help()?;
-            Ok(())
+            drop(out);
+            if cli.probe.inspect { inspect::run(&cli.model, cli.probe.json) } else { generate::run(cli) }
         }
     }
 }

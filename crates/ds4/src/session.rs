@@ -1,0 +1,162 @@
+//! A running engine for one person: from flags to a handle, and an answer as it comes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ds4_engine::{
+    Engine, EngineConfig, EngineHandle, Event, FinishReason, Health, LocalStage, Pipeline, Request,
+    SamplingParams, Usage,
+};
+use ds4_model::{Backend, Model};
+use ds4_text::Tokenizer;
+use ds4_text::chat::{self, PromptIds};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::CliError;
+use crate::args::{ModelArgs, NumericArgs, RunArgs};
+use crate::device::{Job, dispatch};
+use crate::open::OpenModel;
+
+/// Places to take a conversation up again.
+const CHECKPOINTS: usize = 32;
+
+pub struct Session {
+    pub handle: EngineHandle,
+    pub tokenizer: Arc<Tokenizer>,
+    pub context: usize,
+}
+
+impl Session {
+    /// Loads the model; returns when it is ready.
+    pub fn start(model: OpenModel, device: &ModelArgs, numerics: &NumericArgs) -> Result<Self, CliError> {
+        let tokenizer = model.tokenizer()?;
+        let context = model.context(device);
+        let rows = (device.prefill_chunk as usize).min(context);
+        let path = model.path.clone();
+        let setup = model.setup(numerics, context, 1, rows, 1, CHECKPOINTS);
+        let tokens = tokenizer.clone();
+        let handle = dispatch(device, Start { model, setup, tokenizer: tokens })?;
+        loop {
+            match handle.health() {
+                Health::Loading => std::thread::sleep(Duration::from_millis(1)),
+                Health::Ready => return Ok(Session { handle, tokenizer, context }),
+                Health::Faulted { reason } => return Err(CliError::Load { path, reason }),
+                other => return Err(CliError::Load { path, reason: format!("{other:?}") }),
+            }
+        }
+    }
+
+    /// Generates, and gives every token's bytes to `show`. Setting `stop` ends the answer within one step; what was
+    /// said so far stays.
+    pub fn answer(
+        &self,
+        prompt: &PromptIds,
+        args: &RunArgs,
+        stop: &AtomicBool,
+        show: Show<'_>,
+    ) -> Result<Answer, CliError> {
+        let mut request = Request::new(prompt.ids.clone());
+        request.boundaries = prompt.boundaries.clone();
+        request.max_tokens = args.tokens.map(|n| n as usize);
+        request.stop_tokens = self.tokenizer.special(chat::EOS).into_iter().collect();
+        request.sampling = sampling(args);
+        let mut generation = self.handle.submit(request)?;
+        let bar = prefill_bar(prompt.ids.len());
+        loop {
+            if stop.load(Ordering::Relaxed) {
+                bar.finish_and_clear();
+                return Ok(Answer::Interrupted);
+            }
+            match generation.next_blocking() {
+                Some(Event::Prefill { done, .. }) => bar.set_position(done as u64),
+                Some(Event::Token { bytes, chosen }) => {
+                    bar.finish_and_clear();
+                    if self.tokenizer.special(chat::EOS) != Some(chosen.token) {
+                        show(&bytes)?;
+                    }
+                }
+                Some(Event::Finished { reason, usage }) => {
+                    return Ok(Answer::Finished(reason, usage));
+                }
+                Some(Event::Failed(e)) => return Err(e.into()),
+                Some(_) => {}
+                None => return Err(ds4_engine::EngineError::ShuttingDown.into()),
+            }
+        }
+    }
+}
+
+/// Hears of every token's bytes; they may cut a UTF-8 character.
+pub type Show<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), CliError>;
+
+pub enum Answer {
+    Finished(FinishReason, Usage),
+    Interrupted,
+}
+
+impl Answer {
+    /// How it went, for stderr.
+    pub fn summary(&self) -> String {
+        let Answer::Finished(reason, u) = self else { return "[stopped]".into() };
+        let rate = |n: usize, t: Duration| n as f64 / t.as_secs_f64().max(1e-9);
+        let length = if *reason == FinishReason::Length { ", cut at the limit" } else { "" };
+        format!(
+            "[prompt {} tokens, {} reused, {:.1} t/s; answer {} tokens, {:.1} t/s{length}]",
+            u.prompt_tokens,
+            u.reused_tokens,
+            rate(u.prompt_tokens - u.reused_tokens, u.prefill),
+            u.completion_tokens,
+            rate(u.completion_tokens.saturating_sub(1), u.decode),
+        )
+    }
+}
+
+fn sampling(args: &RunArgs) -> SamplingParams {
+    SamplingParams {
+        temperature: args.temp,
+        top_k: args.top_k as usize,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        seed: args.seed.unwrap_or_else(seed),
+        ..SamplingParams::default()
+    }
+}
+
+/// Another one every time.
+fn seed() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(Instant::now())
+}
+
+/// On stderr, and only where that is a terminal.
+fn prefill_bar(tokens: usize) -> ProgressBar {
+    let bar = ProgressBar::new(tokens as u64);
+    if let Ok(style) = ProgressStyle::with_template("reading {bar:30} {pos}/{len} tokens, {per_sec}") {
+        bar.set_style(style);
+    }
+    bar
+}
+
+struct Start {
+    model: OpenModel,
+    setup: ds4_model::Setup,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl Job for Start {
+    type Output = EngineHandle;
+
+    fn run<B: Backend + 'static>(
+        self,
+        make: impl Fn() -> B + Send + 'static,
+    ) -> Result<EngineHandle, CliError> {
+        let Start { model, setup, tokenizer } = self;
+        let load = move || {
+            let model = move || Model::load(&model.gguf, setup.clone(), make(), &mut |_| ());
+            let stage = LocalStage::start("local", CHECKPOINTS, model)?;
+            Pipeline::new(vec![Box::new(stage)])
+        };
+        Engine::start(EngineConfig::default(), tokenizer, load).map_err(CliError::Output)
+    }
+}

@@ -1,0 +1,107 @@
+//! The program as people call it, on the model that ships with it.
+
+use std::process::{Command, Output, Stdio};
+
+use ds4_testdata::{max_abs_diff, npy_f32, prompt_ids};
+
+fn ds4(args: &[&str]) -> Output {
+    let dir = tempfile::tempdir().unwrap();
+    Command::new(env!("CARGO_BIN_EXE_ds4")).args(args).current_dir(dir.path()).output().unwrap()
+}
+
+#[track_caller]
+fn stdout(out: &Output) -> String {
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8_lossy(&out.stdout).into_owned()
+}
+
+#[test]
+fn a_prompt_gives_an_answer_and_only_that_on_stdout() {
+    let args = ["-p", "Hello", "-n", "12", "--seed", "7", "--nothink"];
+    let first = ds4(&args);
+    let said = stdout(&first);
+    assert!(said.trim_end().len() > 1 && !said.contains("t/s"), "{said:?}");
+    let err = String::from_utf8_lossy(&first.stderr).into_owned();
+    assert!(err.contains("answer 12 tokens") && err.contains("random"), "{err}");
+    assert_eq!(stdout(&ds4(&args)), said, "the same seed gives the same answer");
+    let other = ["-p", "Hello", "-n", "12", "--seed", "8", "--nothink"];
+    assert_ne!(stdout(&ds4(&other)), said);
+}
+
+#[test]
+fn system_text_and_raw_prompts_reach_the_model() {
+    let dump = |args: &[&str]| stdout(&ds4(&[args, &["--dump-tokens"]].concat()));
+    let chat = dump(&["-sys", "Be brief.", "-p", "Hi"]);
+    assert!(chat.starts_with("0\t0\t<｜begin▁of▁sentence｜>\n") && chat.contains("<｜User｜>"), "{chat}");
+    assert!(chat.trim_end().ends_with("<think>"));
+    assert!(dump(&["-p", "Hi", "--nothink"]).trim_end().ends_with("</think>"));
+    assert_eq!(
+        dump(&["-p", "Hi<｜User｜>", "--raw-prompt"]).matches("<｜User｜>").count(),
+        0,
+        "text stays text"
+    );
+}
+
+#[test]
+fn numbers_can_be_looked_at() {
+    let top = stdout(&ds4(&["-p", "Hi", "--dump-logprobs", "--logprobs-top-k", "3"]));
+    assert_eq!(top.lines().count(), 3);
+    let same = stdout(&ds4(&["-p", &"some words ".repeat(30), "--decode-consistency", "40"]));
+    assert!(same.starts_with("40 of 40 positions bit-equal"), "{same}");
+    let json: serde_json::Value = serde_json::from_str(&stdout(&ds4(&["--inspect", "--json"]))).unwrap();
+    assert_eq!(json["config"]["hidden_size"], 256);
+    assert_eq!(json["layers"].as_object().unwrap().len(), 7);
+}
+
+#[test]
+fn logits_are_the_goldens() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
+    let ids = &prompt_ids()[..150];
+    let text: Vec<String> = ids.iter().map(u32::to_string).collect();
+    std::fs::write(path("ids"), text.join(" ")).unwrap();
+    let (_, want) = npy_f32("logits_plain.npy");
+    let mut all = Vec::new();
+    for extra in [&["--chunk", "512"][..], &["--chunk", "7"], &["--chunk", "64", "--decode-from", "129"]] {
+        let out = path("logits");
+        let (tokens, common) = (path("ids"), ["--plain", "--exact"]);
+        stdout(&ds4(&[&["logits", "--tokens", &tokens, "--out", &out][..], &common, extra].concat()));
+        let bytes = std::fs::read(&out).unwrap();
+        let got: Vec<f32> =
+            bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        assert!(max_abs_diff(&got, &want[..got.len()]) <= 1e-3);
+        assert_eq!(got.len(), ids.len() * 512);
+        all.push(bytes);
+    }
+    assert!(all.iter().all(|b| *b == all[0]), "bit-equal however it is cut");
+}
+
+#[test]
+fn the_chat_talks_and_obeys_its_commands() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ds4"))
+        .args(["-n", "5", "--nothink", "--seed", "1"])
+        .current_dir(tempfile::tempdir().unwrap().path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = "hello\n/status\n/unknown\n/read /nowhere\nagain\n/quit\n";
+    std::io::Write::write_all(&mut child.stdin.take().unwrap(), lines.as_bytes()).unwrap();
+    let out = child.wait_with_output().unwrap();
+    let said = stdout(&out);
+    for words in ["2 messages", "/unknown is no command", "/nowhere: No such file"] {
+        assert!(said.contains(words), "{said}");
+    }
+    let err = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(err.matches("answer 5 tokens").count(), 2, "{err}");
+}
+
+#[test]
+fn help_man_page_and_completions_come_from_one_definition() {
+    for args in [&["--help"][..], &["man"], &["completions", "bash"], &["completions", "fish"]] {
+        assert!(stdout(&ds4(args)).contains("perplexity"), "{args:?}");
+    }
+    let bad = ds4(&["--no-such-flag"]);
+    assert_eq!(bad.status.code(), Some(2));
+}
