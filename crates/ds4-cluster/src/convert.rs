@@ -93,6 +93,9 @@ pub fn step_from_wire(step: &wire::Step) -> Result<Step, ClusterError> {
             return protocol(format!("segments of {end} rows, {} tokens", tokens.len()));
         };
         let mark = mark_from_wire(&s.mark.unwrap_or_default());
+        if u32::try_from(mark.pos).is_err() {
+            return protocol(format!("a segment at position {}", mark.pos));
+        }
         let wanted: Vec<u32> = step.wants.iter().map(|w| w.row).filter(|r| (row..end).contains(r)).collect();
         let outputs = match wanted[..] {
             [] => Outputs::None,

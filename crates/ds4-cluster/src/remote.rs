@@ -294,7 +294,8 @@ impl Collector {
             reads.iter_mut().zip(&report.reads).for_each(|(whole, part)| whole.extend_from_slice(part));
         }
         let sum = |f: fn(&crate::wire::StepTiming) -> u64| {
-            Duration::from_micros(done.reports.iter().filter_map(|r| r.timing.as_ref()).map(f).sum())
+            let all = done.reports.iter().filter_map(|r| r.timing.as_ref()).map(f);
+            Duration::from_micros(all.fold(0, u64::saturating_add))
         };
         let (compute, wait) = (sum(|t| t.compute_us), sum(|t| t.wait_us));
         let timing = StageTiming {

@@ -30,3 +30,8 @@ pub fn reason_text(reason: i32) -> &'static str {
         GoodbyeReason::Full => "no place",
     }
 }
+
+/// A peer's words, fit for a log line.
+pub fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).take(500).collect()
+}

@@ -1,6 +1,7 @@
 //! The coordinator's half of the protocol: who is there, the route over them, and the steps under way.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -392,7 +393,8 @@ impl Coordinator {
             (State::Ready, From::StepDone(done)) => self.step_done(now, link, done),
             (State::Ready, From::StepFailed(failed)) => self.step_failed(now, link, failed),
             (_, From::Goodbye(goodbye)) => {
-                let reason = format!("{}: {}", wire::reason_text(goodbye.reason), goodbye.details);
+                let reason =
+                    format!("{}: {}", wire::reason_text(goodbye.reason), wire::printable(&goodbye.details));
                 self.lose(now, link, &reason);
             }
             _ => self.refuse(now, link, GoodbyeReason::Protocol, "a message out of turn".into()),
@@ -409,13 +411,13 @@ impl Coordinator {
             self.lose(now, old, "the same process has connected again");
         }
         let Some(node) = self.nodes.get_mut(&link) else { return };
-        let name: String = hello.name.chars().filter(|c| !c.is_control()).take(64).collect();
+        let name = wire::printable(&hello.name);
         node.name = format!("{name} (layers {slice}, {})", node.peer);
         node.boot = hello.boot;
         node.slice = slice;
-        node.listen = hello.listen;
+        node.listen = reachable(&hello.listen, &node.peer);
         node.state = State::Loading;
-        let text = format!("{} has joined: {}", node.name, hello.device);
+        let text = format!("{} has joined: {}", node.name, wire::printable(&hello.device));
         self.log(false, text);
         self.send(link, To::Welcome(self.config.welcome.clone()));
     }
@@ -424,7 +426,8 @@ impl Coordinator {
         if hello.protocol != PROTOCOL {
             let details = format!(
                 "its protocol is version {} (program {}), this coordinator speaks {PROTOCOL}",
-                hello.protocol, hello.version
+                hello.protocol,
+                wire::printable(&hello.version)
             );
             return Err((GoodbyeReason::ProtocolVersion, details));
         }
@@ -660,12 +663,13 @@ impl Coordinator {
             return;
         }
         if let (Some(node), Some(t)) = (self.nodes.get_mut(&link), &done.timing) {
-            node.stats.steps += 1;
-            node.stats.rows += u64::from(t.rows);
-            node.stats.compute_us += t.compute_us;
-            node.stats.wait_us += t.wait_us;
-            node.stats.bytes_in += t.bytes_in;
-            node.stats.bytes_out += t.bytes_out;
+            let add = |sum: &mut u64, value: u64| *sum = sum.saturating_add(value);
+            add(&mut node.stats.steps, 1);
+            add(&mut node.stats.rows, t.rows.into());
+            add(&mut node.stats.compute_us, t.compute_us);
+            add(&mut node.stats.wait_us, t.wait_us);
+            add(&mut node.stats.bytes_in, t.bytes_in);
+            add(&mut node.stats.bytes_out, t.bytes_out);
         }
         let Route::Up { spans } = &mut self.route else { return };
         let place = spans
@@ -755,4 +759,14 @@ fn part_of(step: &wire::Step, page: Range<usize>, frontier: Range<usize>) -> wir
         *data = data.slice(range.start.min(data.len())..range.end.min(data.len()));
     }
     part
+}
+
+/// Where other workers reach a node that listens at `listen`: the address by which it came, where it listens at all
+/// of its own. Empty: nowhere.
+fn reachable(listen: &str, peer: &str) -> String {
+    let Ok(mut address) = listen.parse::<SocketAddr>() else { return String::new() };
+    if let (true, Ok(peer)) = (address.ip().is_unspecified(), peer.parse::<SocketAddr>()) {
+        address.set_ip(peer.ip());
+    }
+    address.to_string()
 }

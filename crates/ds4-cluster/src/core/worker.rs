@@ -373,7 +373,7 @@ impl Worker {
     }
 
     fn dismissed(&mut self, now: Duration, goodbye: wire::Goodbye) {
-        let reason = format!("{}: {}", wire::reason_text(goodbye.reason), goodbye.details);
+        let reason = format!("{}: {}", wire::reason_text(goodbye.reason), wire::printable(&goodbye.details));
         self.actions.push(Action::Close);
         let final_word = matches!(
             goodbye.reason(),
