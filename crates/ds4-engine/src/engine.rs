@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use ds4_model::KvLayout;
 use ds4_text::Tokenizer;
 
+use crate::constraint::{Drawn, Grammars};
 use crate::handle::{Command, EngineHandle, Shared};
 use crate::pipeline::Pipeline;
 use crate::request::{EngineError, FinishReason};
-use crate::sampler::{Chosen, RowResult};
+use crate::sampler::{Chosen, RowResult, Sampler};
 use crate::scheduler::{Plan, Scheduler, Work, WorkOutputs};
 use crate::sequence::Sequence;
 use crate::stage::{StageError, StageFault, StageLimits, StepId, StepOutput, Survived};
@@ -64,6 +65,8 @@ pub struct Engine {
     pipeline: Pipeline,
     scheduler: Scheduler,
     tokenizer: Arc<Tokenizer>,
+    /// For constrained tokens.
+    sampler: Sampler,
     commands: Receiver<Command>,
     shared: Arc<Shared>,
     in_flight: VecDeque<(StepId, Plan)>,
@@ -88,6 +91,7 @@ impl Engine {
             rejected: AtomicUsize::new(0),
             queue_limit: config.queue_limit,
             vocab: tokenizer.len(),
+            grammars: Grammars::new(tokenizer.clone()),
         });
         let handle = EngineHandle { commands: sender, shared: shared.clone() };
         thread::Builder::new().name("engine".into()).spawn(move || {
@@ -102,6 +106,7 @@ impl Engine {
                         ),
                         config,
                         pipeline,
+                        sampler: Sampler::new(tokenizer.len()),
                         tokenizer,
                         commands,
                         shared: shared.clone(),
@@ -189,27 +194,37 @@ impl Engine {
         if let Some(place) = &mut sequence.place {
             place.settled = work.to;
         }
-        let mut tokens: Vec<Chosen> = rows
-            .into_iter()
-            .filter_map(|r| match r {
-                RowResult::Token(chosen) => Some(chosen),
-                RowResult::Logits(_) => None,
-            })
-            .collect();
         match work.outputs {
             WorkOutputs::None => sequence.tell_prefill(work.to),
             WorkOutputs::Prompt => {
+                let chosen = |r| match r {
+                    RowResult::Token(chosen) => Some(chosen),
+                    RowResult::Logits(_) => None,
+                };
                 sequence.tell_prefill(work.to);
-                sequence.tell_prompt(work.from + 1, tokens);
+                sequence.tell_prompt(work.from + 1, rows.into_iter().filter_map(chosen).collect());
             }
             WorkOutputs::Next => {
-                let Some(chosen) = tokens.pop() else { return };
+                let Some(row) = rows.into_iter().next() else { return };
+                let (chosen, complete) = match row {
+                    RowResult::Token(chosen) => (chosen, false),
+                    RowResult::Logits(logits) => match draw(sequence, &logits, &mut self.sampler) {
+                        Ok(drawn) => drawn,
+                        Err(reason) => return self.fail_one(index, EngineError::Constraint { reason }),
+                    },
+                };
                 let context = self.pipeline.infos()[0].limits.model.context;
-                if let Some(reason) = sequence.push(chosen, &self.tokenizer, context) {
+                let ended = sequence.push(chosen, &self.tokenizer, context);
+                if let Some(reason) = complete.then_some(FinishReason::Stop).or(ended) {
                     self.finish(index, reason);
                 }
             }
         }
+    }
+
+    fn fail_one(&mut self, index: usize, error: EngineError) {
+        self.counters.requests_failed += 1;
+        self.scheduler.remove(index, true).fail(error);
     }
 
     fn finish(&mut self, index: usize, reason: FinishReason) {
@@ -371,6 +386,17 @@ impl Engine {
         status.checkpoints_used = s.checkpoints_used();
         status.counters = self.counters.clone();
     }
+}
+
+/// Draws a constrained token, and tells whether the constraint is complete with it.
+fn draw(sequence: &mut Sequence, logits: &[f32], sampler: &mut Sampler) -> Result<(Chosen, bool), String> {
+    let (sampling, top) = (sequence.sampling(), sequence.request.logprobs.unwrap_or(0));
+    let Some(grammar) = &mut sequence.grammar else { return Err("logits that were not asked for".into()) };
+    let (token, complete) = match grammar.draw(logits, &sampling, sampler)? {
+        Drawn::Token(token) => (token, false),
+        Drawn::Last(token) => (token, true),
+    };
+    Ok((sampler.describe(logits, token, top), complete))
 }
 
 /// What the engine relies on: every session can reach the context, whatever the others hold.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use async_channel::{Sender as EventSender, bounded};
 
+use crate::constraint::{Grammars, State};
 use crate::request::{Event, Generation, Rejected, Request};
 use crate::status::{Health, Status};
 
@@ -27,6 +28,7 @@ pub(crate) enum Command {
 
 pub(crate) struct Submitted {
     pub request: Request,
+    pub grammar: Option<State>,
     pub events: EventSender<Event>,
     pub at: Instant,
 }
@@ -39,6 +41,7 @@ pub(crate) struct Shared {
     pub rejected: AtomicUsize,
     pub queue_limit: usize,
     pub vocab: usize,
+    pub grammars: Grammars,
 }
 
 impl Shared {
@@ -59,8 +62,13 @@ impl EngineHandle {
     /// Queues a request, or says at once why not.
     pub fn submit(&self, request: Request) -> Result<Generation, Rejected> {
         let taken = self.admit(&request).and_then(|()| {
+            let compile = |c| {
+                let invalid = |reason| Rejected::Invalid { field: "constraint", reason };
+                self.shared.grammars.compile(c).map_err(invalid)
+            };
+            let grammar = request.constraint.as_ref().map(compile).transpose()?;
             let (sender, events) = bounded(EVENTS_MAX);
-            let submitted = Submitted { request, events: sender, at: Instant::now() };
+            let submitted = Submitted { request, grammar, events: sender, at: Instant::now() };
             self.shared.waiting.fetch_add(1, Ordering::Relaxed);
             self.commands.send(Command::Submit(Box::new(submitted))).map_err(|_| Rejected::ShuttingDown)?;
             Ok(Generation { events })

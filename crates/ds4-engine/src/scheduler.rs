@@ -274,7 +274,10 @@ impl Scheduler {
         place.at = place.at.extend(tokens);
         match outputs {
             WorkOutputs::None => {}
-            WorkOutputs::Next => step.wants.push(sequence.want_next()),
+            WorkOutputs::Next => {
+                let want = sequence.want_next();
+                step.wants.push(want);
+            }
             WorkOutputs::Prompt => step.wants.extend((from..to).map(|pos| sequence.want_given(pos))),
         }
         plan.work.push(Work { key: sequence.key, from, to, outputs });

@@ -7,6 +7,7 @@ use async_channel::Sender;
 use ds4_model::{PageId, Slot};
 use ds4_text::Tokenizer;
 
+use crate::constraint::State;
 use crate::handle::{EVENTS_MAX, Submitted};
 use crate::request::{EngineError, Event, FinishReason, Request, Usage};
 use crate::sampler::{Choose, Chosen, Sampling, Want};
@@ -20,6 +21,7 @@ const EVENTS_KEPT: usize = 8;
 pub(crate) struct Sequence {
     pub key: u64,
     pub request: Request,
+    pub grammar: Option<State>,
     events: Sender<Event>,
     /// Prompt, then what was generated.
     pub tokens: Vec<u32>,
@@ -55,13 +57,14 @@ pub(crate) struct Place {
 
 impl Sequence {
     pub fn new(key: u64, submitted: Submitted) -> Self {
-        let Submitted { request, events, at } = submitted;
+        let Submitted { request, grammar, events, at } = submitted;
         Sequence {
             key,
             tokens: request.prompt.clone(),
             prompt_len: request.prompt.len(),
             cuts: choose_cuts(&request.boundaries, request.prompt.len()),
             request,
+            grammar,
             events,
             place: None,
             reused: None,
@@ -98,8 +101,17 @@ impl Sequence {
         self.events.len() < EVENTS_MAX - EVENTS_KEPT
     }
 
-    /// What is wanted of the row that ends the sequence.
-    pub fn want_next(&self) -> Want {
+    /// What is wanted of the row that ends the sequence. A constrained token is drawn by the engine.
+    pub fn want_next(&mut self) -> Want {
+        if let Some(grammar) = self.grammar.as_mut().filter(|g| g.active()) {
+            grammar.prepare();
+            return Want { choose: Choose::Logits, top: 0 };
+        }
+        Want { choose: Choose::Sample(self.sampling()), top: self.request.logprobs.unwrap_or(0) }
+    }
+
+    /// How the next token is drawn.
+    pub fn sampling(&self) -> Sampling {
         let s = &self.request.sampling;
         let mut adjust = s.bias.clone();
         if s.presence_penalty != 0.0 || s.frequency_penalty != 0.0 {
@@ -109,7 +121,11 @@ impl Sequence {
             penalties.sort_unstable_by_key(|p| p.0);
             adjust.extend(penalties);
         }
-        let sampling = Sampling {
+        if self.grammar.as_ref().is_some_and(|g| !g.active()) {
+            // The answer proper is still to come.
+            adjust.extend(self.request.stop_tokens.iter().map(|&t| (t, f32::NEG_INFINITY)));
+        }
+        Sampling {
             adjust,
             temperature: s.temperature,
             top_k: s.top_k,
@@ -117,8 +133,7 @@ impl Sequence {
             min_p: s.min_p,
             seed: s.seed,
             place: self.generated() as u64,
-        };
-        Want { choose: Choose::Sample(sampling), top: self.request.logprobs.unwrap_or(0) }
+        }
     }
 
     /// What is wanted of the prompt's row at `pos`: the log-probability of the token that follows.
@@ -131,6 +146,9 @@ impl Sequence {
         let token = chosen.token;
         self.first_token.get_or_insert_with(Instant::now);
         self.tokens.push(token);
+        if let Some(grammar) = self.grammar.as_mut().filter(|g| !g.active()) {
+            grammar.pass(token);
+        }
         *self.counts.entry(token).or_default() += 1;
         self.tell(Event::Token { bytes: tokenizer.token_bytes(token).to_vec(), chosen });
         if self.request.stop_tokens.contains(&token) {
