@@ -13,12 +13,13 @@ use ds4_text::Tokenizer;
 
 use crate::constraint::{Drawn, Grammars};
 use crate::handle::{Command, EngineHandle, Shared};
+use crate::persist::{SnapshotConfig, Snapshots};
 use crate::pipeline::Pipeline;
 use crate::request::{EngineError, FinishReason};
 use crate::sampler::{Chosen, RowResult, Sampler};
 use crate::scheduler::{Plan, Scheduler, Work, WorkOutputs};
 use crate::sequence::Sequence;
-use crate::stage::{StageError, StageFault, StageLimits, StepId, StepOutput, Survived};
+use crate::stage::{StageError, StageFault, StageLimits, Step, StepId, StepOutput, Survived};
 use crate::status::{Counters, Health, Status};
 
 /// Times that failures elsewhere may make one request start over.
@@ -40,6 +41,8 @@ pub struct EngineConfig {
     pub step_limit: Duration,
     /// Requests wait so long for a lost stage to come back.
     pub resume_wait: Duration,
+    /// State that outlives the program; `None`: it does not.
+    pub snapshots: Option<SnapshotConfig>,
 }
 
 impl Default for EngineConfig {
@@ -49,6 +52,7 @@ impl Default for EngineConfig {
             prefill_quantum: 128,
             step_limit: Duration::from_secs(120),
             resume_wait: Duration::from_secs(30),
+            snapshots: None,
         }
     }
 }
@@ -70,6 +74,7 @@ pub struct Engine {
     commands: Receiver<Command>,
     shared: Arc<Shared>,
     in_flight: VecDeque<(StepId, Plan)>,
+    snapshots: Option<Snapshots>,
     counters: Counters,
     health: Health,
     outage: Option<Outage>,
@@ -95,9 +100,13 @@ impl Engine {
         });
         let handle = EngineHandle { commands: sender, shared: shared.clone() };
         thread::Builder::new().name("engine".into()).spawn(move || {
-            let pipeline = load().and_then(|p| check_limits(&p).map(|limits| (p, limits)));
-            match pipeline {
-                Ok((pipeline, limits)) => {
+            let loaded = load().and_then(|p| {
+                let limits = check_limits(&p)?;
+                let snapshots = open_snapshots(&config, &p)?;
+                Ok((p, limits, snapshots))
+            });
+            match loaded {
+                Ok((pipeline, limits, snapshots)) => {
                     Engine {
                         scheduler: Scheduler::new(
                             limits,
@@ -111,6 +120,7 @@ impl Engine {
                         commands,
                         shared: shared.clone(),
                         in_flight: VecDeque::new(),
+                        snapshots,
                         counters: Counters::default(),
                         health: Health::Loading,
                         outage: Some(Outage { since: Instant::now(), error: None }),
@@ -151,17 +161,55 @@ impl Engine {
 
     /// Hands out steps until every stage is busy.
     fn submit(&mut self) {
+        self.seek_snapshots();
         for (waited, reused) in self.scheduler.admit(&self.tokenizer) {
             self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
             self.counters.queue_seconds += waited.as_secs_f64();
             self.counters.rows_reused += reused as u64;
         }
         while self.pipeline.in_flight() < self.pipeline.depth() {
-            let Some((step, plan)) = self.scheduler.schedule(self.pipeline.in_flight()) else { return };
+            let Some((step, plan)) = self.next_step() else { return };
             let submitted = self.pipeline.submit(step);
             self.in_flight.push_back((*submitted.as_ref().unwrap_or(&0), plan));
             if let Err(error) = submitted {
                 return self.fail(0, error);
+            }
+        }
+    }
+
+    fn next_step(&mut self) -> Option<(Step, Plan)> {
+        let in_flight = self.pipeline.in_flight();
+        let next = self.scheduler.schedule(in_flight);
+        let Some(snapshots) = &mut self.snapshots else { return next };
+        let s = &mut self.scheduler;
+        if std::mem::take(&mut s.short_of_pages) {
+            snapshots.let_go(&mut s.pages);
+        }
+        // Alone, read operations wait for an idle moment.
+        if next.is_none() && in_flight > 0 {
+            return None;
+        }
+        let idle = next.is_none();
+        let (mut step, mut plan) = next.unwrap_or_default();
+        plan.reads = snapshots.attach(&mut step, &s.tree, &mut s.pages);
+        (!idle || !plan.reads.is_empty()).then_some((step, plan))
+    }
+
+    /// Looks for snapshots of waiting prompts, and takes those that have been loaded.
+    fn seek_snapshots(&mut self) {
+        let Some(snapshots) = &mut self.snapshots else { return };
+        for snapshot in snapshots.poll() {
+            self.scheduler.restore(snapshot);
+        }
+        let tree = &self.scheduler.tree;
+        for s in &mut self.scheduler.waiting {
+            if s.awaits.is_some_and(|mark| !snapshots.is_loading(mark)) {
+                s.awaits = None;
+            }
+            if !s.sought && s.reads_cache() {
+                s.sought = true;
+                let limit = s.tokens.len() - 1;
+                s.awaits = snapshots.seek(&s.tokens, limit, tree.reusable(&s.tokens, limit));
             }
         }
     }
@@ -172,6 +220,13 @@ impl Engine {
         self.counters.steps += 1;
         self.counters.step_seconds += output.timing.iter().map(|t| t.compute.as_secs_f64()).sum::<f64>();
         self.shared.status().last_step = output.timing;
+        if let Some(snapshots) = &mut self.snapshots {
+            let s = &mut self.scheduler;
+            snapshots.take(plan.reads, output.reads, &mut s.pages);
+            for save in plan.saves.into_iter().filter(|s| s.to_disk) {
+                snapshots.want(save.tokens, &s.tree, &mut s.pages);
+            }
+        }
         let mut rows = output.rows.into_iter();
         for work in plan.work {
             let count = match work.outputs {
@@ -239,7 +294,8 @@ impl Engine {
 
     /// `false`: the engine ends.
     fn take_commands(&mut self) -> bool {
-        let busy = self.pipeline.in_flight() > 0 || self.scheduler.has_work();
+        let reading = self.snapshots.as_ref().is_some_and(Snapshots::busy);
+        let busy = self.pipeline.in_flight() > 0 || self.scheduler.has_work() || reading;
         let open = !self.scheduler.running.is_empty() || !self.scheduler.waiting.is_empty();
         let wait = match (busy, open) {
             (true, _) => Duration::ZERO,
@@ -279,7 +335,9 @@ impl Engine {
         self.health = Health::Draining;
         let overdue = deadline <= Instant::now();
         self.fail_all(&EngineError::ShuttingDown, |s| overdue || s.started.is_none());
-        self.scheduler.running.is_empty() && self.scheduler.waiting.is_empty()
+        let reading = self.snapshots.as_ref().is_some_and(Snapshots::busy);
+        let settled = self.pipeline.in_flight() == 0 && !self.scheduler.has_operations() && !reading;
+        self.scheduler.running.is_empty() && self.scheduler.waiting.is_empty() && (settled || overdue)
     }
 
     /// Ends requests that nobody waits for, or that are too late.
@@ -324,6 +382,9 @@ impl Engine {
             .flat_map(|(_, plan)| plan.work.iter().map(|w| w.key))
             .collect();
         self.scheduler.abandon(self.in_flight.drain(..).map(|(_, plan)| plan));
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.lost();
+        }
         self.fail_all(&error.clone().into(), |s| struck.contains(&s.key) || s.replays > REPLAYS_MAX);
         self.outage = Some(Outage { since: Instant::now(), error: Some(error) });
     }
@@ -341,6 +402,9 @@ impl Engine {
         match self.pipeline.restart(Instant::now() + limit) {
             Ok(survived) => {
                 if survived == Survived::Nothing {
+                    if let Some(snapshots) = &mut self.snapshots {
+                        snapshots.forget(&mut self.scheduler.pages);
+                    }
                     self.scheduler.forget();
                 }
                 self.counters.restarts += u64::from(outage.error.is_some());
@@ -385,7 +449,19 @@ impl Engine {
         status.pages_used = s.pages.used();
         status.checkpoints_used = s.checkpoints_used();
         status.counters = self.counters.clone();
+        if let Some(snapshots) = &self.snapshots {
+            let (written, read) = snapshots.traffic();
+            (status.counters.snapshot_bytes_written, status.counters.snapshot_bytes_read) = (written, read);
+        }
     }
+}
+
+fn open_snapshots(config: &EngineConfig, pipeline: &Pipeline) -> Result<Option<Snapshots>, StageError> {
+    let open = |c| {
+        let opened = Snapshots::start(c, pipeline.page_bytes(), pipeline.frontier_bytes());
+        opened.map_err(|e| StageError { stage: "snapshots".into(), fault: StageFault::Load(e.to_string()) })
+    };
+    config.snapshots.as_ref().map(open).transpose()
 }
 
 /// Draws a constrained token, and tells whether the constraint is complete with it.

@@ -8,12 +8,14 @@ mod engine;
 mod handle;
 mod local;
 mod pages;
+mod persist;
 mod pipeline;
 mod prefix;
 mod request;
 pub mod sampler;
 mod scheduler;
 mod sequence;
+mod snapshot;
 pub mod stage;
 mod status;
 
@@ -21,6 +23,7 @@ pub use constraint::{Constraint, Form};
 pub use engine::{Engine, EngineConfig};
 pub use handle::{EngineHandle, LOGPROBS_MAX};
 pub use local::{LocalStage, Machine};
+pub use persist::SnapshotConfig;
 pub use pipeline::Pipeline;
 pub use prefix::{Checkpoint, PrefixTree};
 pub use request::{
@@ -29,6 +32,9 @@ pub use request::{
 };
 pub use sampler::{Choose, Chosen, RowResult, Sampler, Sampling, Want};
 pub use scheduler::CHECKPOINT_TOKENS;
+pub use snapshot::{
+    Entry as SnapshotEntry, PageFile, PageName, Snapshot, SnapshotError, SnapshotKey, SnapshotStore, Verified,
+};
 pub use stage::{
     CheckpointId, Hidden, Mark, Reports, Stage, StageError, StageFault, StageInfo, StageLimits, StageTiming,
     StateOp, Step, StepId, StepOutput, Survived,

@@ -7,13 +7,19 @@ use ds4_model::PageId;
 #[derive(Debug)]
 pub struct Pages {
     refs: Vec<u32>,
+    /// How often each page was handed out: what was known of its content holds for one of them.
+    generations: Vec<u32>,
     free: Vec<PageId>,
 }
 
 impl Pages {
     pub fn new(count: usize) -> Self {
         // The lowest numbers are handed out first.
-        Pages { refs: vec![0; count], free: (0..count as PageId).rev().collect() }
+        Pages {
+            refs: vec![0; count],
+            generations: vec![0; count],
+            free: (0..count as PageId).rev().collect(),
+        }
     }
 
     pub fn total(&self) -> usize {
@@ -28,7 +34,12 @@ impl Pages {
     pub fn take(&mut self) -> Option<PageId> {
         let page = self.free.pop()?;
         self.refs[page as usize] = 1;
+        self.generations[page as usize] = self.generations[page as usize].wrapping_add(1);
         Some(page)
+    }
+
+    pub fn generation(&self, page: PageId) -> u32 {
+        self.generations[page as usize]
     }
 
     /// One more holder of each page.

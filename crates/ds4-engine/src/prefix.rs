@@ -135,6 +135,11 @@ impl PrefixTree {
         (self.node(node).end == tokens.len() && self.node(node).checkpoint.is_some()).then_some(node)
     }
 
+    /// The checkpoint of exactly `tokens`.
+    pub fn get(&self, tokens: &[u32]) -> Option<&Checkpoint> {
+        self.node(self.exact(tokens)?).checkpoint.as_ref()
+    }
+
     pub fn contains(&self, tokens: &[u32]) -> bool {
         self.exact(tokens).is_some()
     }

@@ -7,8 +7,10 @@ use ds4_model::{KvLayout, Outputs, PAGE_TOKENS, PageId, Slot};
 use ds4_text::Tokenizer;
 
 use crate::pages::Pages;
+use crate::persist::Read;
 use crate::prefix::{Checkpoint, PrefixTree, common};
 use crate::sequence::{Place, Sequence};
+use crate::snapshot::Snapshot;
 use crate::stage::{CheckpointId, Mark, StageLimits, StateOp, Step};
 
 /// Tokens between automatic checkpoints; a multiple of [`PAGE_TOKENS`], where no compressor window is unfinished.
@@ -38,13 +40,23 @@ pub(crate) enum WorkOutputs {
     Prompt,
 }
 
+/// A checkpoint that a step saves.
+#[derive(Debug)]
+pub(crate) struct Save {
+    pub tokens: Vec<u32>,
+    /// Whether it is worth a file.
+    pub to_disk: bool,
+}
+
 /// What a step under way is for.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     pub work: Vec<Work>,
     /// Sequences whose checkpoints the step saves. They are in the tree already: steps run in order, so a later one
     /// may load what an earlier one saves.
-    pub saves: Vec<Vec<u32>>,
+    pub saves: Vec<Save>,
+    /// What its read operations are for.
+    pub reads: Vec<Read>,
 }
 
 pub(crate) struct Scheduler {
@@ -62,7 +74,9 @@ pub(crate) struct Scheduler {
     pub running: Vec<Sequence>,
     /// Operations for the next step, in the order they were decided.
     before: Vec<StateOp>,
-    saves: Vec<Vec<u32>>,
+    saves: Vec<Save>,
+    /// A page was wanted in vain since this was last looked at.
+    pub short_of_pages: bool,
 }
 
 impl Scheduler {
@@ -79,6 +93,7 @@ impl Scheduler {
             running: Vec::new(),
             before: Vec::new(),
             saves: Vec::new(),
+            short_of_pages: false,
         }
     }
 
@@ -99,7 +114,7 @@ impl Scheduler {
         let mut started = Vec::new();
         let mut at = 0;
         while at < self.waiting.len() && !self.free_slots.is_empty() {
-            if self.waits_for_shared(&self.waiting[at]) {
+            if self.waiting[at].awaits.is_some() || self.waits_for_shared(&self.waiting[at]) {
                 at += 1;
                 continue;
             }
@@ -180,7 +195,10 @@ impl Scheduler {
             if let Some(page) = self.pages.take() {
                 return Some(page);
             }
-            let evicted = self.tree.evict()?;
+            let Some(evicted) = self.tree.evict() else {
+                self.short_of_pages = true;
+                return None;
+            };
             self.drop_checkpoint(evicted);
         }
     }
@@ -198,11 +216,16 @@ impl Scheduler {
         self.free_checkpoints.push(checkpoint.id);
     }
 
+    /// Whether operations wait for a step to ride in.
+    pub fn has_operations(&self) -> bool {
+        !self.before.is_empty()
+    }
+
     /// Whether a step could be made at once.
     pub fn has_work(&self) -> bool {
-        let startable = !self.free_slots.is_empty() && !self.waiting.is_empty();
+        let startable = !self.free_slots.is_empty() && self.waiting.iter().any(|s| s.awaits.is_none());
         let ready = |s: &Sequence| rows_left(s) > 1 || (rows_left(s) == 1 && s.has_room());
-        !self.before.is_empty() || startable || self.running.iter().any(ready)
+        self.has_operations() || startable || self.running.iter().any(ready)
     }
 
     /// The next step, if there is anything to do. `in_flight`: steps that are under way.
@@ -282,10 +305,12 @@ impl Scheduler {
         }
         plan.work.push(Work { key: sequence.key, from, to, outputs });
         if self.is_cut(&self.running[index], to)
-            && let Some((op, save)) = self.save(index)
+            && let Some((op, tokens)) = self.save(index)
         {
+            // The end of a prompt is soon followed by the end of its answer.
+            let to_disk = to + 1 != self.running[index].prompt_len;
             step.after.push(op);
-            plan.saves.push(save);
+            plan.saves.push(Save { tokens, to_disk });
         }
         to - from
     }
@@ -353,10 +378,10 @@ impl Scheduler {
     pub fn remove(&mut self, index: usize, keep: bool) -> Sequence {
         if keep
             && self.running[index].request.cache
-            && let Some((op, save)) = self.save(index)
+            && let Some((op, tokens)) = self.save(index)
         {
             self.before.push(op);
-            self.saves.push(save);
+            self.saves.push(Save { tokens, to_disk: true });
         }
         let mut sequence = self.running.remove(index);
         self.displace(&mut sequence);
@@ -374,7 +399,7 @@ impl Scheduler {
     /// front of the queue.
     pub fn abandon(&mut self, plans: impl IntoIterator<Item = Plan>) {
         let lost: Vec<_> = plans.into_iter().flat_map(|p| p.saves).chain(self.saves.drain(..)).collect();
-        for tokens in lost {
+        for Save { tokens, .. } in lost {
             if let Some(c) = self.tree.remove(&tokens) {
                 self.drop_checkpoint(c);
             }
@@ -385,6 +410,38 @@ impl Scheduler {
             sequence.replays += 1;
             self.waiting.push_front(sequence);
         }
+    }
+
+    /// Puts a snapshot into the stages and the tree. Full pages that are there already are shared.
+    pub fn restore(&mut self, snapshot: Snapshot) {
+        let tokens = snapshot.tokens();
+        if self.tree.contains(&tokens) {
+            return;
+        }
+        let near = self.tree.longest(&tokens, tokens.len());
+        let mut pages: Vec<PageId> =
+            near.map_or(Vec::new(), |c| c.pages[..c.mark.pos / PAGE_TOKENS].to_vec());
+        self.pages.hold(&pages);
+        let Some(id) = self.take_checkpoint() else { return self.pages.release(&pages) };
+        let known = pages.len();
+        let last = Some(snapshot.last_page).filter(|p| !p.is_empty());
+        let rows = snapshot.pages.into_iter().map(|p| p.rows).chain(last).skip(known);
+        let mut writes = Vec::new();
+        for bytes in rows {
+            let Some(page) = self.take_page() else {
+                self.free_checkpoints.push(id);
+                return self.pages.release(&pages);
+            };
+            pages.push(page);
+            writes.push(StateOp::WritePage { page, bytes: bytes.into() });
+        }
+        self.before.append(&mut writes);
+        let mark = snapshot.mark;
+        self.before.push(StateOp::WriteCheckpoint { id, mark, bytes: snapshot.frontier.into() });
+        if let Some(old) = self.tree.insert(&tokens, Checkpoint { id, mark, pages }) {
+            self.drop_checkpoint(old);
+        }
+        self.saves.push(Save { tokens, to_disk: false });
     }
 
     /// The stages remember nothing.

@@ -28,6 +28,9 @@ pub(crate) struct Sequence {
     pub prompt_len: usize,
     /// Message boundaries that get checkpoints, ascending.
     pub cuts: Vec<usize>,
+    /// A snapshot that it waits for; and whether one was looked for.
+    pub awaits: Option<Mark>,
+    pub sought: bool,
     /// Where the sequence runs; `None`: it waits for a slot.
     pub place: Option<Place>,
     /// Prompt tokens that needed no evaluation, when it first ran.
@@ -66,6 +69,8 @@ impl Sequence {
             request,
             grammar,
             events,
+            awaits: None,
+            sought: false,
             place: None,
             reused: None,
             counts: HashMap::new(),
