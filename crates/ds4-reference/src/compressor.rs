@@ -9,6 +9,7 @@ use ds4_model::{KvLayout, LayerKind, RowFormat, rounding};
 
 use crate::{Reference, math};
 
+/// Which rows are made.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Main,
@@ -16,14 +17,15 @@ pub enum Kind {
 }
 
 /// Running softmax-weighted mean, per channel. `sum` is 0 exactly when nothing was added.
-struct Accumulator<'a> {
+pub struct Accumulator<'a> {
     max: &'a mut [f32],
     sum: &'a mut [f32],
     weighted: &'a mut [f32],
 }
 
 impl Accumulator<'_> {
-    fn add(&mut self, a: &[f32], z: &[f32]) {
+    /// Takes one token's projections `a` and scores `z` in.
+    pub fn add(&mut self, a: &[f32], z: &[f32]) {
         for i in 0..a.len() {
             if self.sum[i] == 0.0 {
                 (self.max[i], self.sum[i], self.weighted[i]) = (z[i], 1.0, a[i]);
@@ -37,14 +39,15 @@ impl Accumulator<'_> {
         }
     }
 
-    fn mean(&self, out: &mut [f32]) {
+    pub fn mean(&self, out: &mut [f32]) {
         for ((o, w), s) in out.iter_mut().zip(&*self.weighted).zip(&*self.sum) {
             *o = w / s;
         }
     }
 }
 
-fn split(acc: &mut [f32], width: usize) -> Accumulator<'_> {
+/// The accumulator in `[max, sum, weighted][width]`.
+pub fn split(acc: &mut [f32], width: usize) -> Accumulator<'_> {
     let (max, rest) = acc.split_at_mut(width);
     let (sum, weighted) = rest.split_at_mut(width);
     Accumulator { max, sum, weighted }
@@ -132,7 +135,7 @@ impl Reference {
 }
 
 /// The rounding of section 7 on a finished row. Packed storage rounds as it stores, so only the rotation is left.
-fn round(row: &mut [f32], which: Kind, layout: &KvLayout) {
+pub fn round(row: &mut [f32], which: Kind, layout: &KvLayout) {
     match which {
         Kind::Main => {
             if layout.format == RowFormat::F32 {
@@ -148,11 +151,13 @@ fn round(row: &mut [f32], which: Kind, layout: &KvLayout) {
     }
 }
 
-fn floats(bytes: &[u8]) -> Vec<f32> {
+/// Little-endian f32 values.
+pub fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-fn store(values: &[f32], bytes: &mut [u8]) {
+/// The reverse of [`floats`].
+pub fn store(values: &[f32], bytes: &mut [u8]) {
     for (b, v) in bytes.chunks_exact_mut(4).zip(values) {
         b.copy_from_slice(&v.to_le_bytes());
     }

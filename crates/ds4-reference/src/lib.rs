@@ -4,15 +4,15 @@
 #![forbid(unsafe_code)]
 
 mod attention;
-mod compressor;
+pub mod compressor;
 mod experts;
 #[cfg(feature = "conformance")]
 pub mod goldens;
-mod hyper_connection;
+pub mod hyper_connection;
 mod indexer;
 pub mod math;
 mod matrix;
-mod state;
+pub mod state;
 
 use ds4_gguf::BlockFormat;
 use ds4_model::backend::{Backend, Element, Handles, MatrixSource, PlanLine, Result, Setup, TensorSpec};

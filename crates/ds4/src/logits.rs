@@ -8,7 +8,7 @@ use ds4_model::{Backend, Batch, Model, ModelError, Outputs, Setup};
 
 use crate::CliError;
 use crate::args::{LogitsArgs, ModelArgs, NumericArgs, ProbeArgs};
-use crate::device::{Job, dispatch};
+use crate::device::{Job, Make, dispatch};
 use crate::open::{self, OpenModel};
 
 pub fn run(args: LogitsArgs) -> Result<(), CliError> {
@@ -66,12 +66,12 @@ struct PassJob<'a, 'b> {
 impl Job for PassJob<'_, '_> {
     type Output = ();
 
-    fn run<B: Backend + 'static>(self, make: impl Fn() -> B + Send + 'static) -> Result<(), CliError> {
+    fn run<B: Backend + 'static>(self, make: impl Make<B>) -> Result<(), CliError> {
         let Pass { model, numerics, ids, chunk, decode_from } = *self.pass;
         let chunk = chunk.min(ids.len());
         let setup: Setup = model.setup(numerics, ids.len(), 1, chunk, chunk, 0);
         let (vocab, pages) = (setup.hyper.vocab, setup.limits.pages as u32);
-        let mut instance = Model::load(&model.gguf, setup, make(), &mut |_| ())
+        let mut instance = Model::load(&model.gguf, setup, make()?, &mut |_| ())
             .map_err(|source| CliError::Model { path: model.path.clone(), source })?;
         instance.backend.reset(0).map_err(ModelError::from)?;
         instance.backend.set_pages(0, 0, &(0..pages).collect::<Vec<_>>()).map_err(ModelError::from)?;

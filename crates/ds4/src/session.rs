@@ -15,7 +15,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::CliError;
 use crate::args::{ModelArgs, NumericArgs, RunArgs};
-use crate::device::{Job, dispatch};
+use crate::device::{Job, Make, dispatch};
 use crate::open::OpenModel;
 
 /// Places to take a conversation up again.
@@ -147,13 +147,10 @@ struct Start {
 impl Job for Start {
     type Output = EngineHandle;
 
-    fn run<B: Backend + 'static>(
-        self,
-        make: impl Fn() -> B + Send + 'static,
-    ) -> Result<EngineHandle, CliError> {
+    fn run<B: Backend + 'static>(self, make: impl Make<B>) -> Result<EngineHandle, CliError> {
         let Start { model, setup, tokenizer } = self;
         let load = move || {
-            let model = move || Model::load(&model.gguf, setup.clone(), make(), &mut |_| ());
+            let model = move || Model::load(&model.gguf, setup.clone(), make()?, &mut |_| ());
             let stage = LocalStage::start("local", CHECKPOINTS, model)?;
             Pipeline::new(vec![Box::new(stage)])
         };

@@ -25,10 +25,14 @@ pub mod q2 {
 
     pub fn dequantize(b: &[u8], x: &mut [f32]) {
         let (d, dmin) = (half(b, D), half(b, DMIN));
-        for (e, x) in x.iter_mut().enumerate() {
-            let q = b[QUANTS + 32 * (e / 128) + e % 32] >> (2 * ((e % 128) / 32)) & 3;
-            let s = b[SCALES + e / 16];
-            *x = d * (s & 15) as f32 * q as f32 - dmin * (s >> 4) as f32;
+        for (g, x) in x.chunks_exact_mut(16).enumerate() {
+            // Group g of 16: a quarter of the bits of 16 bytes.
+            let (at, shift) = (QUANTS + 32 * (g / 8) + 16 * (g % 2), 2 * (g % 8 / 2));
+            let s = b[SCALES + g];
+            let (scale, min) = (d * (s & 15) as f32, dmin * (s >> 4) as f32);
+            for (x, q) in x.iter_mut().zip(&b[at..at + 16]) {
+                *x = scale * (q >> shift & 3) as f32 - min;
+            }
         }
     }
 }
@@ -76,11 +80,13 @@ pub mod q4 {
 
     pub fn dequantize(b: &[u8], x: &mut [f32]) {
         let (d, dmin) = (half(b, D), half(b, DMIN));
-        for (e, x) in x.iter_mut().enumerate() {
-            let byte = b[QUANTS + 32 * (e / 64) + e % 32];
-            let q = if (e / 32).is_multiple_of(2) { byte & 15 } else { byte >> 4 };
-            let (s, m) = scale_min(&b[SCALES..], e / 32);
-            *x = d * s as f32 * q as f32 - dmin * m as f32;
+        for (g, x) in x.chunks_exact_mut(32).enumerate() {
+            let (at, shift) = (QUANTS + 32 * (g / 2), 4 * (g % 2));
+            let (s, m) = scale_min(&b[SCALES..], g);
+            let (scale, min) = (d * s as f32, dmin * m as f32);
+            for (x, q) in x.iter_mut().zip(&b[at..at + 32]) {
+                *x = scale * (q >> shift & 15) as f32 - min;
+            }
         }
     }
 }
