@@ -10,10 +10,7 @@ use crate::args::{BackendChoice, ModelArgs};
 /// A job over whichever backend was chosen. `make` can be called again, to set a lost device up anew.
 pub trait Job {
     type Output;
-    fn run<B: Backend + 'static>(
-        self,
-        make: impl Fn() -> B + Send + 'static,
-    ) -> Result<Self::Output, CliError>;
+    fn run<B: Backend + 'static>(self, make: impl Make<B>) -> Result<Self::Output, CliError>;
 }
 
 /// Sets a device up.
