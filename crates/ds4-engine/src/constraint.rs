@@ -23,6 +23,79 @@ pub enum Form {
     Regex(String),
     /// A grammar in Lark's notation, as `llguidance` reads it; special tokens are written `<[id]>`.
     Lark(String),
+    /// A block of valid calls in the model's own notation, each to one of these tools; several only where `many`.
+    ToolCalls {
+        tools: Vec<ToolForm>,
+        many: bool,
+    },
+}
+
+/// A tool that may be called.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ToolForm {
+    pub name: String,
+    /// JSON schema of its arguments, an object.
+    pub parameters: Value,
+}
+
+/// The grammar of a tool-call block (the notation is the published chat encoder's): arguments come in the schema's
+/// order, strings as they are, everything else as JSON.
+#[cfg(feature = "grammar")]
+fn tool_grammar(tools: &[ToolForm], many: bool) -> Result<String, String> {
+    use std::fmt::Write;
+
+    let dsml = ds4_text::chat::DSML;
+    let quote = |text: String| Value::String(text).to_string();
+    let close = quote(format!("</{dsml}parameter>\n"));
+    let mut out = format!(
+        "start: {} call{} {}\n",
+        quote(format!("\n\n<{dsml}tool_calls>\n")),
+        if many { "+" } else { "" },
+        quote(format!("</{dsml}tool_calls>"))
+    );
+    let names: Vec<String> = (0..tools.len()).map(|i| format!("call_{i}")).collect();
+    let mut rule = |text: String| writeln!(out, "{text}").map_err(|e| e.to_string());
+    rule(format!("call: {}", names.join(" | ")))?;
+    rule(format!("text[suffix={close}]: /(.|\\n)*/"))?;
+    for (i, tool) in tools.iter().enumerate() {
+        let empty = serde_json::Map::new();
+        let schema = tool.parameters.as_object().unwrap_or(&empty);
+        let properties = schema.get("properties").and_then(Value::as_object).unwrap_or(&empty);
+        let required = schema.get("required").and_then(Value::as_array).cloned().unwrap_or_default();
+        let mut arguments = Vec::new();
+        for (j, (key, property)) in properties.iter().enumerate() {
+            let open = |string: bool| quote(format!("<{dsml}parameter name=\"{key}\" string=\"{string}\">"));
+            let plain = property.get("type") == Some(&Value::String("string".into()));
+            let choices = property.get("enum").and_then(Value::as_array);
+            rule(match (plain, choices) {
+                (true, Some(choices)) => {
+                    let all: Vec<String> =
+                        choices.iter().filter_map(Value::as_str).map(|c| quote(c.to_string())).collect();
+                    format!("arg_{i}_{j}: {} ({}) {close}", open(true), all.join(" | "))
+                }
+                (true, None) => format!("arg_{i}_{j}: {} text", open(true)),
+                (false, _) => {
+                    let mut whole = property.clone();
+                    // References reach the definitions of the whole schema.
+                    for defs in ["$defs", "definitions"] {
+                        if let (Some(d), Some(o)) = (schema.get(defs), whole.as_object_mut()) {
+                            o.entry(defs).or_insert_with(|| d.clone());
+                        }
+                    }
+                    format!("arg_{i}_{j}: {} json_{i}_{j} {close}\njson_{i}_{j}: %json {whole}", open(false))
+                }
+            })?;
+            let needed = required.iter().any(|r| r.as_str() == Some(key));
+            arguments.push(format!("arg_{i}_{j}{}", if needed { "" } else { "?" }));
+        }
+        if arguments.is_empty() {
+            arguments.push(quote("\n".into()));
+        }
+        let open = quote(format!("<{dsml}invoke name=\"{}\">\n", tool.name));
+        let end = quote(format!("</{dsml}invoke>\n"));
+        rule(format!("call_{i}: {open} {} {end}", arguments.join(" ")))?;
+    }
+    Ok(out)
 }
 
 #[cfg(feature = "grammar")]
@@ -49,7 +122,7 @@ mod with_grammar {
     use llguidance::{Matcher, ParserFactory};
     use serde_json::json;
 
-    use super::{Constraint, Drawn, Form};
+    use super::{Constraint, Drawn, Form, tool_grammar};
     use crate::sampler::{Sampler, Sampling};
 
     /// Masks that wait for the thread: at most one per session.
@@ -98,6 +171,12 @@ mod with_grammar {
                 Form::JsonSchema(schema) => TopLevelGrammar::from_json_schema(schema.clone()),
                 Form::Regex(text) => TopLevelGrammar::from_regex(text),
                 Form::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
+                Form::ToolCalls { tools, many } => {
+                    if tools.is_empty() {
+                        return Err("a tool call is demanded, and there are no tools".into());
+                    }
+                    TopLevelGrammar::from_lark(tool_grammar(tools, *many)?)
+                }
             };
             let matcher = Matcher::new(factory.create_parser(grammar));
             match matcher.get_error() {

@@ -18,6 +18,7 @@ use crate::pipeline::Pipeline;
 use crate::request::{EngineError, FinishReason};
 use crate::sampler::{Chosen, RowResult, Sampler};
 use crate::scheduler::{Plan, Scheduler, Work, WorkOutputs};
+use crate::self_test::SelfTest;
 use crate::sequence::Sequence;
 use crate::stage::{StageError, StageFault, StageLimits, Step, StepId, StepOutput, Survived};
 use crate::status::{Counters, Health, Status};
@@ -43,6 +44,8 @@ pub struct EngineConfig {
     pub resume_wait: Duration,
     /// State that outlives the program; `None`: it does not.
     pub snapshots: Option<SnapshotConfig>,
+    /// Run before anything is served; `None`: nothing is.
+    pub self_test: Option<SelfTest>,
 }
 
 impl Default for EngineConfig {
@@ -53,6 +56,7 @@ impl Default for EngineConfig {
             step_limit: Duration::from_secs(120),
             resume_wait: Duration::from_secs(30),
             snapshots: None,
+            self_test: None,
         }
     }
 }
@@ -399,7 +403,16 @@ impl Engine {
         let resumable = outage.error.as_ref().is_none_or(|e| e.fault.resumable());
         let limit = if resumable { ATTEMPT } else { self.config.step_limit };
         let since = outage.since;
-        match self.pipeline.restart(Instant::now() + limit) {
+        let fresh = outage.error.is_none();
+        let restarted = self.pipeline.restart(Instant::now() + limit).and_then(|survived| {
+            if let Some(test) =
+                self.config.self_test.as_ref().filter(|_| fresh || survived == Survived::Nothing)
+            {
+                test.run(&mut self.pipeline, self.config.step_limit)?;
+            }
+            Ok(survived)
+        });
+        match restarted {
             Ok(survived) => {
                 if survived == Survived::Nothing {
                     if let Some(snapshots) = &mut self.snapshots {
@@ -407,7 +420,7 @@ impl Engine {
                     }
                     self.scheduler.forget();
                 }
-                self.counters.restarts += u64::from(outage.error.is_some());
+                self.counters.restarts += u64::from(!fresh);
                 self.outage = None;
                 self.health = Health::Ready;
                 true

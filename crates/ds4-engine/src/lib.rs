@@ -14,12 +14,13 @@ mod prefix;
 mod request;
 pub mod sampler;
 mod scheduler;
+mod self_test;
 mod sequence;
 mod snapshot;
 pub mod stage;
 mod status;
 
-pub use constraint::{Constraint, Form};
+pub use constraint::{Constraint, Form, ToolForm};
 pub use engine::{Engine, EngineConfig};
 pub use handle::{EngineHandle, LOGPROBS_MAX};
 pub use local::{LocalStage, Machine};
@@ -32,6 +33,7 @@ pub use request::{
 };
 pub use sampler::{Choose, Chosen, RowResult, Sampler, Sampling, Want};
 pub use scheduler::CHECKPOINT_TOKENS;
+pub use self_test::SelfTest;
 pub use snapshot::{
     Entry as SnapshotEntry, PageFile, PageName, Snapshot, SnapshotError, SnapshotKey, SnapshotStore, Verified,
 };

@@ -352,3 +352,122 @@ impl Seam {
 pub fn common(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(x, y)| x == y).count()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checkpoint(tokens: &[u32], id: CheckpointId) -> Checkpoint {
+        Checkpoint { id, mark: Mark::default().extend(tokens), pages: Vec::new() }
+    }
+
+    fn add(tree: &mut PrefixTree, tokens: &[u32], id: CheckpointId) {
+        assert_eq!(tree.insert(tokens, checkpoint(tokens, id)), None);
+    }
+
+    #[test]
+    fn the_longest_prefix_is_found_and_no_longer_than_asked() {
+        let mut t = PrefixTree::default();
+        add(&mut t, &[1, 2, 3, 4, 5], 0);
+        add(&mut t, &[1, 2, 3], 1);
+        add(&mut t, &[1, 2, 7], 2);
+        let mut find = |tokens: &[u32], limit| t.longest(tokens, limit).map(|c| c.id);
+        assert_eq!(find(&[1, 2, 3, 4, 5, 6], 6), Some(0));
+        assert_eq!(find(&[1, 2, 3, 4, 5], 4), Some(1));
+        assert_eq!(find(&[1, 2, 3, 9], 4), Some(1));
+        assert_eq!(find(&[1, 2, 7, 7], 4), Some(2));
+        assert_eq!(find(&[1, 2], 2), None);
+        assert_eq!(find(&[2], 1), None);
+        // The same tokens again take the place of the old.
+        assert_eq!(t.insert(&[1, 2, 3], checkpoint(&[1, 2, 3], 9)).map(|c| c.id), Some(1));
+        assert_eq!(t.len(), 3);
+    }
+
+    #[test]
+    fn what_is_worth_least_goes_first_and_leaves_no_nodes() {
+        let mut t = PrefixTree::default();
+        let long: Vec<u32> = (0..2000).collect();
+        add(&mut t, &long[..1000], 0);
+        add(&mut t, &long[..1010], 1);
+        add(&mut t, &long[..2000], 2);
+        for _ in 0..3 {
+            t.longest(&long, 1005);
+        }
+        // Ten rows beyond the one before, never used.
+        assert_eq!(t.evict().map(|c| c.id), Some(1));
+        assert_eq!(t.evict().map(|c| c.id), Some(2));
+        assert_eq!(t.evict().map(|c| c.id), Some(0));
+        assert_eq!(t.evict(), None);
+        assert_eq!(t.nodes.iter().flatten().count(), 1);
+    }
+
+    #[test]
+    fn random_trees_agree_with_a_list() {
+        let mut rng = ds4_testdata::Rng(5);
+        let mut t = PrefixTree::default();
+        let mut list: Vec<(Vec<u32>, CheckpointId)> = Vec::new();
+        let sequence = |rng: &mut ds4_testdata::Rng| -> Vec<u32> {
+            (0..1 + rng.below(9)).map(|_| rng.below(3) as u32).collect()
+        };
+        for id in 0..4000 {
+            let tokens = sequence(&mut rng);
+            match rng.below(4) {
+                0 if !list.is_empty() => {
+                    let (tokens, id) = list.swap_remove(rng.below(list.len()));
+                    assert_eq!(t.remove(&tokens).map(|c| c.id), Some(id));
+                }
+                1 => {
+                    if let Some(c) = t.evict() {
+                        list.retain(|(_, id)| *id != c.id);
+                    }
+                }
+                _ => {
+                    t.insert(&tokens, checkpoint(&tokens, id));
+                    list.retain(|(known, _)| *known != tokens);
+                    list.push((tokens, id));
+                }
+            }
+            assert_eq!(t.len(), list.len());
+            let ask = sequence(&mut rng);
+            let limit = rng.below(ask.len() + 1);
+            let want = list
+                .iter()
+                .filter(|(k, _)| k.len() <= limit && ask.starts_with(k))
+                .max_by_key(|(k, _)| k.len());
+            assert_eq!(t.longest(&ask, limit).map(|c| c.id), want.map(|w| w.1));
+        }
+    }
+
+    #[test]
+    fn a_history_that_tokenises_differently_keeps_the_sampled_tokens() {
+        let gguf = ds4_gguf::Gguf::open(&ds4_testdata::tiny_model()).unwrap();
+        let tk = Tokenizer::from_gguf(gguf.metadata()).unwrap();
+        let text = "the compressed model keeps a window";
+        let canonical = tk.encode(text);
+        // As a model may have sampled it: byte by byte in the middle.
+        let at = (1..canonical.len()).find(|&i| tk.token_bytes(canonical[i]).len() > 1).unwrap();
+        let middle: Vec<u32> = tk
+            .token_bytes(canonical[at])
+            .iter()
+            .map(|b| (0..tk.len() as u32).find(|&t| tk.token_bytes(t) == [*b]).unwrap())
+            .collect();
+        assert!(middle.len() > 1, "{canonical:?}");
+        let sampled = [&canonical[..at], &middle, &canonical[at + 1..]].concat();
+        let mut t = PrefixTree::default();
+        add(&mut t, &sampled, 0);
+        let next = [&canonical[..], &tk.encode(" and more")].concat();
+        let adopted = t.adopt(&next, &tk);
+        assert_eq!(tk.decode(&adopted), tk.decode(&next));
+        assert!(adopted.starts_with(&sampled));
+        assert_eq!(t.longest(&adopted, adopted.len() - 1).map(|c| c.id), Some(0));
+        // Other text stays as it is.
+        let other = tk.encode("the compressed modell");
+        assert_eq!(tk.decode(&t.adopt(&other, &tk)), tk.decode(&other));
+        // A control token is never taken for the text that spells it.
+        let eos = tk.special(ds4_text::chat::EOS).unwrap();
+        let mut t = PrefixTree::default();
+        add(&mut t, &[canonical[0], eos, canonical[1]], 0);
+        let spelled = [&canonical[..1], &tk.encode(ds4_text::chat::EOS), &canonical[1..]].concat();
+        assert_eq!(t.adopt(&spelled, &tk), spelled);
+    }
+}

@@ -96,6 +96,50 @@ fn a_grammar_forces_special_tokens() {
 }
 
 #[test]
+fn a_forced_tool_call_is_one_that_parses() {
+    use ds4_text::parser::{End, Event as Parsed, OutputParser, ParserOptions};
+    let (handle, tokenizer) = start();
+    let tool = |name: &str, parameters: Value| ToolForm { name: name.into(), parameters };
+    let tools = vec![
+        tool("now", json!({"type": "object", "properties": {}})),
+        tool(
+            "weather",
+            json!({
+                "type": "object",
+                "properties": {
+                    "unit": {"type": "string", "enum": ["celsius", "kelvin"]},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 14},
+                    "city": {"type": "string"},
+                },
+                "required": ["unit", "days"],
+            }),
+        ),
+    ];
+    let mut complete = 0;
+    for seed in 0..4 {
+        let form = Form::ToolCalls { tools: tools.clone(), many: false };
+        let mut request = constrained(form, None, seed, &tokenizer);
+        request.max_tokens = Some(400);
+        let done = handle.submit(request).unwrap().wait().unwrap();
+        let bytes = tokenizer.decode(&done.ids());
+        // A random model may write a string without end.
+        if done.reason == FinishReason::Length {
+            continue;
+        }
+        complete += 1;
+        let mut parser = OutputParser::new(ParserOptions { thinking: false, tools: true });
+        let mut events = parser.push(&bytes);
+        let (rest, outcome) = parser.finish(End::EndOfSentence);
+        events.extend(rest);
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        assert!(outcome.repairs.is_empty(), "{text}: {:?}", outcome.repairs);
+        assert_eq!(parser.calls(), 1, "{text}");
+        assert!(!events.iter().any(|e| matches!(e, Parsed::Content(_))), "{text}: {events:?}");
+    }
+    assert!(complete >= 2, "{complete}");
+}
+
+#[test]
 fn what_is_no_grammar_is_refused_at_once() {
     let (handle, tokenizer) = start();
     for form in [
