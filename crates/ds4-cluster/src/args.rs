@@ -77,6 +77,9 @@ pub struct ClusterArgs {
     /// Name of this node in messages. Default: the host's
     #[arg(long, value_name = "NAME")]
     pub node_name: Option<String>,
+    /// Log every hop of every step
+    #[arg(long)]
+    pub debug: bool,
 }
 
 fn parse_bits(text: &str) -> Result<Format, String> {

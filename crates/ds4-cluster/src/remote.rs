@@ -74,6 +74,24 @@ impl RemoteStage {
         Ok(spans(hyper.layers.len(), serve.local)?.into_iter().enumerate().map(stage).collect())
     }
 
+    /// A coordinator's whole pipeline: `local` is its own slice's stage, the workers' spans lie around it.
+    pub fn pipeline(
+        cluster: &Cluster,
+        hyper: &HyperParams,
+        serve: &Serve,
+        local: Option<Box<dyn Stage>>,
+    ) -> Result<Vec<Box<dyn Stage>>, ClusterError> {
+        let mut stages: Vec<Box<dyn Stage>> = Vec::new();
+        for stage in Self::all(cluster, hyper, serve)? {
+            stages.push(Box::new(stage));
+        }
+        if let Some(local) = local {
+            let place = usize::from(local.info().slice.first > 0);
+            stages.insert(place.min(stages.len()), local);
+        }
+        Ok(stages)
+    }
+
     fn fail<T>(&self, lost: &Lost) -> Result<T, StageError> {
         Err(StageError::new(&self.info, fault(&self.cluster, lost)))
     }

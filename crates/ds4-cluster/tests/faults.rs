@@ -1,7 +1,8 @@
 //! An engine over two workers while workers are killed, stopped and cut off: every request ends, complete or with an
 //! error; what is complete is right; and the next request is answered.
 //!
-//! `DS4_FAULTS=200` gives more faults than the few of every day, `DS4_FAULTS_SEED` another course.
+//! `DS4_FAULTS=200` gives more faults than the few of every day, `DS4_FAULTS_SEED` another course, `DS4_FAULTS_LOG=1`
+//! what the coordinator says.
 
 mod common;
 
@@ -136,6 +137,9 @@ fn cases() -> Vec<Case> {
 fn every_request_ends_and_the_next_one_is_right() {
     let number = |name: &str| std::env::var(name).ok().and_then(|v| v.parse::<usize>().ok());
     let faults = number("DS4_FAULTS").unwrap_or(6);
+    if std::env::var_os("DS4_FAULTS_LOG").is_some() {
+        tracing_subscriber::fmt().with_ansi(false).init();
+    }
     let mut rng = Rng(number("DS4_FAULTS_SEED").unwrap_or(1) as u64);
     let cases = cases();
     let tiny = tiny();
@@ -174,6 +178,7 @@ fn every_request_ends_and_the_next_one_is_right() {
             }
         }
         let what = ["kill -9", "SIGSTOP", "cut", "pulled"][kind];
+        tracing::info!("fault {i}: {what} of {struck:?} for {away:?}");
         for (c, generation) in running {
             let ended = generation.wait();
             let took = started.elapsed();

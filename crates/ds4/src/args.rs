@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use ds4_cluster::args::ClusterArgs;
 
 const USAGE: &str = "Without a prompt: a chat in the terminal (/help there). Only the answer goes to stdout.";
 
@@ -26,12 +27,16 @@ pub struct Cli {
     pub run: RunArgs,
     #[command(flatten)]
     pub probe: ProbeArgs,
+    #[command(flatten)]
+    pub cluster: ClusterArgs,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Write the logits of given tokens as little-endian f32 [positions, vocabulary]
     Logits(LogitsArgs),
+    /// Compute a slice of the layers for a coordinator (as `ds4 --role worker`)
+    Worker(WorkerArgs),
     /// Print shell completions
     Completions { shell: clap_complete::Shell },
     /// Print the man page
@@ -188,6 +193,14 @@ pub struct LogitsArgs {
     /// From this position on, one token per step
     #[arg(long, value_name = "N")]
     pub decode_from: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub struct WorkerArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub cluster: ClusterArgs,
 }
 
 /// Spellings that other programs of this kind take, which a standard parser does not know.

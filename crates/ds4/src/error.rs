@@ -19,6 +19,8 @@ pub enum CliError {
     Rejected(#[from] ds4_engine::Rejected),
     #[error(transparent)]
     Engine(#[from] ds4_engine::EngineError),
+    #[error(transparent)]
+    Cluster(#[from] ds4_cluster::ClusterError),
     #[error("{path}: {source}")]
     File { path: PathBuf, source: std::io::Error },
     #[error("{0}")]

@@ -28,7 +28,7 @@ pub fn run(mut cli: Cli) -> Result<(), CliError> {
     if let Some(note) = model.note {
         eprintln!("ds4: {note}");
     }
-    let session = Session::start(model, &cli.model, &cli.numerics)?;
+    let session = Session::start(model, &cli.model, &cli.numerics, &cli.cluster)?;
     let stop = Arc::new(AtomicBool::new(false));
     let flag = stop.clone();
     // The first Ctrl+C ends the answer, the next one before another answer ends the program.

@@ -10,12 +10,14 @@ mod inspect;
 mod logits;
 mod open;
 mod session;
+mod worker;
 
 use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
+use ds4_cluster::args::Role;
 
 pub use error::CliError;
 
@@ -30,6 +32,11 @@ pub fn main(argv: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(code);
         }
     };
+    let debug = match &cli.command {
+        Some(args::Command::Worker(a)) => a.cluster.debug,
+        _ => cli.cluster.debug,
+    };
+    log(debug);
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::BrokenPipe) => ExitCode::SUCCESS,
@@ -40,12 +47,25 @@ pub fn main(argv: impl IntoIterator<Item = OsString>) -> ExitCode {
     }
 }
 
+/// What the crates below report, on stderr.
+fn log(debug: bool) {
+    let level = if debug { tracing::Level::DEBUG } else { tracing::Level::INFO };
+    let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let log = tracing_subscriber::fmt().with_max_level(level).with_target(false).with_ansi(colours);
+    // Err: a log is set up already, by whoever calls this as a library.
+    drop(log.with_writer(std::io::stderr).try_init());
+}
+
 fn run(cli: args::Cli) -> Result<(), CliError> {
     let mut out = std::io::stdout().lock();
     match cli.command {
         Some(args::Command::Logits(a)) => {
             drop(out);
             logits::run(a)
+        }
+        Some(args::Command::Worker(a)) => {
+            drop(out);
+            worker::run(&a.model, &a.cluster)
         }
         Some(args::Command::Completions { shell }) => {
             // Into memory first: the generator panics where its output is closed.
@@ -54,6 +74,11 @@ fn run(cli: args::Cli) -> Result<(), CliError> {
             Ok(out.write_all(&text)?)
         }
         Some(args::Command::Man) => Ok(clap_mangen::Man::new(args::Cli::command()).render(&mut out)?),
+        None if cli.cluster.role(None)? == Some(Role::Worker) => {
+            drop(out);
+            worker::refuse_others(&cli)?;
+            worker::run(&cli.model, &cli.cluster)
+        }
         None => {
             drop(out);
             if cli.probe.inspect { inspect::run(&cli.model, cli.probe.json) } else { generate::run(cli) }

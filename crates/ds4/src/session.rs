@@ -4,11 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ds4_cluster::RemoteStage;
+use ds4_cluster::args::ClusterArgs;
 use ds4_engine::{
     Engine, EngineConfig, EngineHandle, Event, FinishReason, Health, LocalStage, Pipeline, Request,
-    SamplingParams, Usage,
+    SamplingParams, Stage, StageError, StageFault, StageLimits, Usage,
 };
-use ds4_model::{Backend, Model};
+use ds4_model::{Backend, KvLayout, Model};
 use ds4_text::Tokenizer;
 use ds4_text::chat::{self, PromptIds};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -29,16 +31,29 @@ pub struct Session {
 
 impl Session {
     /// Loads the model; returns when it is ready.
-    pub fn start(model: OpenModel, device: &ModelArgs, numerics: &NumericArgs) -> Result<Self, CliError> {
+    pub fn start(
+        model: OpenModel,
+        device: &ModelArgs,
+        numerics: &NumericArgs,
+        cluster: &ClusterArgs,
+    ) -> Result<Self, CliError> {
         let tokenizer = model.tokenizer()?;
         let context = model.context(device);
-        let rows = (device.prefill_chunk as usize).min(context);
+        let rows = cluster.prefill_chunk().unwrap_or(device.prefill_chunk as usize).min(context);
         let path = model.path.clone();
         let setup = model.setup(numerics, context, 1, rows, 1, CHECKPOINTS);
         let tokens = tokenizer.clone();
-        let handle = dispatch(device, Start { model, setup, tokenizer: tokens })?;
+        let cluster = cluster.role(None)?.is_some().then(|| cluster.clone());
+        let handle = dispatch(device, Start { model, setup, tokenizer: tokens, cluster })?;
+        let mut waiting = false;
         loop {
             match handle.health() {
+                Health::Waiting { reason, .. } => {
+                    if !std::mem::replace(&mut waiting, true) {
+                        eprintln!("{reason}");
+                    }
+                    std::thread::sleep(Duration::from_millis(20));
+                }
                 Health::Loading => std::thread::sleep(Duration::from_millis(1)),
                 Health::Ready => return Ok(Session { handle, tokenizer, context }),
                 Health::Faulted { reason } => return Err(CliError::Load { path, reason }),
@@ -142,18 +157,42 @@ struct Start {
     model: OpenModel,
     setup: ds4_model::Setup,
     tokenizer: Arc<Tokenizer>,
+    /// Where this is a coordinator.
+    cluster: Option<ClusterArgs>,
 }
 
 impl Job for Start {
     type Output = EngineHandle;
 
     fn run<B: Backend + 'static>(self, make: impl Make<B>) -> Result<EngineHandle, CliError> {
-        let Start { model, setup, tokenizer } = self;
-        let load = move || {
-            let model = move || Model::load(&model.gguf, setup.clone(), make()?, &mut |_| ());
-            let stage = LocalStage::start("local", CHECKPOINTS, model)?;
-            Pipeline::new(vec![Box::new(stage)])
+        let Start { model, mut setup, tokenizer, cluster } = self;
+        let mut config = EngineConfig::default();
+        let gguf = model.gguf.clone();
+        let local = |setup: ds4_model::Setup| {
+            let load = move || Model::load(&gguf, setup.clone(), make()?, &mut |_| ());
+            LocalStage::start("local", CHECKPOINTS, load)
         };
-        Engine::start(EngineConfig::default(), tokenizer, load).map_err(CliError::Output)
+        let Some(args) = cluster else {
+            let load = move || Pipeline::new(vec![Box::new(local(setup)?)]);
+            return Engine::start(config, tokenizer, load).map_err(CliError::Output);
+        };
+        config.resume_wait = args.resume_wait();
+        let limits = StageLimits { model: setup.limits, checkpoints: CHECKPOINTS };
+        let serve = args.serve(&setup.hyper, limits, setup.numerics, setup.layout.format)?;
+        let cluster = args.start_coordinator(model.gguf, &setup.hyper, &serve)?;
+        let load = move || {
+            let hyper = setup.hyper.clone();
+            let own = serve.local.map(|slice| {
+                setup.layout = KvLayout::new(&setup.hyper, slice, serve.rows);
+                local(setup)
+            });
+            let own = own.transpose()?.map(|s| Box::new(s) as Box<dyn Stage>);
+            let stages = RemoteStage::pipeline(&cluster, &hyper, &serve, own).map_err(|e| StageError {
+                stage: "cluster".into(),
+                fault: StageFault::Load(e.to_string()),
+            })?;
+            Pipeline::new(stages)
+        };
+        Engine::start(config, tokenizer, load).map_err(CliError::Output)
     }
 }

@@ -10,7 +10,7 @@ use ds4_model::LayerSlice;
 use thiserror::Error;
 
 use super::worker::pieces;
-use super::{Link, PIECE_BYTES, PROTOCOL, Timing, route};
+use super::{Link, PIECE_BYTES, PROTOCOL, Timing, route, stood_still};
 use crate::activation::Format;
 use crate::wire::state_op::Op;
 use crate::wire::{self, FromWorkerMessage as From, GoodbyeReason, ToWorkerMessage as To};
@@ -232,6 +232,7 @@ pub struct Coordinator {
     route: Route,
     epoch: u64,
     beat: Option<Duration>,
+    ticked: Duration,
     actions: Vec<Action>,
 }
 
@@ -244,6 +245,7 @@ impl Coordinator {
             route: Route::Down(lost),
             epoch: 0,
             beat: None,
+            ticked: Duration::ZERO,
             actions: Vec::new(),
         };
         new.form();
@@ -710,6 +712,8 @@ impl Coordinator {
 
     fn tick(&mut self, now: Duration) {
         let timing = self.config.timing;
+        let stood = stood_still(now, std::mem::replace(&mut self.ticked, now), &timing);
+        self.nodes.values_mut().for_each(|n| n.heard = (n.heard + stood).min(now));
         let mut dead = Vec::new();
         for (&link, node) in &self.nodes {
             let silent = now.saturating_sub(node.heard);

@@ -55,3 +55,10 @@ impl Timing {
         self.heartbeat * self.heartbeats_missed_max
     }
 }
+
+/// Time that this process itself stood still between two ticks: a stopped process, a suspended or overloaded machine.
+/// It has heard nothing meanwhile, and that is not its peers' silence.
+fn stood_still(now: Duration, ticked: Duration, timing: &Timing) -> Duration {
+    let gap = now.saturating_sub(ticked);
+    if gap >= timing.heartbeat { gap } else { Duration::ZERO }
+}

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{PIECE_BYTES, PROTOCOL, Timing};
+use super::{PIECE_BYTES, PROTOCOL, Timing, stood_still};
 use crate::activation::Format;
 use crate::wire::{self, FromWorkerMessage as From, GoodbyeReason, ToWorkerMessage as To};
 
@@ -94,6 +94,7 @@ pub struct Worker {
     link: LinkState,
     heard: Duration,
     beat: Duration,
+    ticked: Duration,
     retry: Duration,
     /// What the coordinator asked for last, what the stage is being sized for, and what it is sized for.
     wanted: Option<wire::Welcome>,
@@ -150,6 +151,7 @@ impl Worker {
             link: LinkState::Down { until: Duration::ZERO },
             heard: Duration::ZERO,
             beat: Duration::ZERO,
+            ticked: Duration::ZERO,
             retry: RECONNECT_MIN,
             wanted: None,
             loading: None,
@@ -247,6 +249,8 @@ impl Worker {
     }
 
     fn tick(&mut self, now: Duration) {
+        let stood = stood_still(now, std::mem::replace(&mut self.ticked, now), &self.timing);
+        self.heard = (self.heard + stood).min(now);
         match self.link {
             LinkState::Down { until } if now >= until => {
                 self.link = LinkState::Connecting;

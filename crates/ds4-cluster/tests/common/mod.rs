@@ -115,14 +115,8 @@ pub fn coordinator_at(
         core: setup::config(gguf(), &tiny.hyper, serve).expect("a layout"),
     })
     .expect("listens");
-    let mut stages: Vec<Box<dyn Stage>> = Vec::new();
-    for stage in RemoteStage::all(&cluster, &tiny.hyper, serve).expect("spans") {
-        stages.push(Box::new(stage));
-    }
-    if let Some(local) = serve.local {
-        let at = usize::from(local.first > 0);
-        stages.insert(at, Box::new(tiny.local_stage(local, serve)));
-    }
+    let local = serve.local.map(|l| Box::new(tiny.local_stage(l, serve)) as Box<dyn Stage>);
+    let stages = RemoteStage::pipeline(&cluster, &tiny.hyper, serve, local).expect("spans");
     (cluster, stages)
 }
 
