@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ds4_model::KvLayout;
+use ds4_model::{KvLayout, MemoryPlan};
 use ds4_text::Tokenizer;
 
 use crate::constraint::{Drawn, Grammars};
@@ -46,6 +46,8 @@ pub struct EngineConfig {
     pub snapshots: Option<SnapshotConfig>,
     /// Run before anything is served; `None`: nothing is.
     pub self_test: Option<SelfTest>,
+    /// What the stages were planned with; shown by [`Status::plan`].
+    pub plan: Vec<MemoryPlan>,
 }
 
 impl Default for EngineConfig {
@@ -57,6 +59,7 @@ impl Default for EngineConfig {
             resume_wait: Duration::from_secs(30),
             snapshots: None,
             self_test: None,
+            plan: Vec::new(),
         }
     }
 }
@@ -95,7 +98,7 @@ impl Engine {
     ) -> io::Result<EngineHandle> {
         let (sender, commands) = channel();
         let shared = Arc::new(Shared {
-            status: Mutex::new(Status::default()),
+            status: Mutex::new(Status { plan: config.plan.clone(), ..Status::default() }),
             waiting: AtomicUsize::new(0),
             rejected: AtomicUsize::new(0),
             queue_limit: config.queue_limit,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ds4_model::PlanLine;
+use ds4_model::MemoryPlan;
 
 use crate::stage::{StageInfo, StageTiming};
 
@@ -34,8 +34,8 @@ pub struct Status {
     pub sessions: Vec<SessionStatus>,
     pub waiting: usize,
     pub stages: Vec<StageInfo>,
-    /// Bytes of every stage, as allocated.
-    pub plan: Vec<(String, Vec<PlanLine>)>,
+    /// The memory plan of every stage that is known here, from [`crate::EngineConfig::plan`].
+    pub plan: Vec<MemoryPlan>,
     pub pages_used: usize,
     pub pages_total: usize,
     pub checkpoints_used: usize,
