@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use ds4_cluster::args::ClusterArgs;
+use ds4_model::plan::Node;
 
 const USAGE: &str = "Without a prompt: a chat in the terminal (/help there). Only the answer goes to stdout.";
 
@@ -35,6 +36,8 @@ pub struct Cli {
 pub enum Command {
     /// Write the logits of given tokens as little-endian f32 [positions, vocabulary]
     Logits(LogitsArgs),
+    /// Print what memory a model needs, from its header alone; or what fits into a memory, or onto several machines
+    Plan(PlanArgs),
     /// Compute a slice of the layers for a coordinator (as `ds4 --role worker`)
     Worker(WorkerArgs),
     /// Print shell completions
@@ -173,6 +176,29 @@ pub struct ProbeArgs {
     /// Check that the prompt's last N positions come out the same in one step and one by one
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub decode_consistency: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub numerics: NumericArgs,
+    /// Conversations at once
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub sessions: u32,
+    /// Only these layers
+    #[arg(long, value_name = "A:B|A:output", conflicts_with = "node")]
+    pub layers: Option<String>,
+    /// Choose chunk, sessions and, without --ctx, the context for this much memory
+    #[arg(long, value_name = "51.3GiB", value_parser = crate::plan::parse_memory, conflicts_with = "node")]
+    pub memory: Option<u64>,
+    /// A machine and its memory, and how fast it is beside the others: propose slices for all of them (repeatable)
+    #[arg(long, value_name = "NAME=51.3GiB[@SPEED]", value_parser = crate::plan::parse_node)]
+    pub node: Vec<Node>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -9,6 +9,7 @@ mod generate;
 mod inspect;
 mod logits;
 mod open;
+mod plan;
 mod session;
 mod worker;
 
@@ -62,6 +63,10 @@ fn run(cli: args::Cli) -> Result<(), CliError> {
         Some(args::Command::Logits(a)) => {
             drop(out);
             logits::run(a)
+        }
+        Some(args::Command::Plan(a)) => {
+            drop(out);
+            plan::run(a)
         }
         Some(args::Command::Worker(a)) => {
             drop(out);

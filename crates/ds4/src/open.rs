@@ -85,7 +85,7 @@ impl OpenModel {
 }
 
 /// Numeric mode and row format that the flags ask for.
-fn numeric_mode(args: &NumericArgs) -> (Numerics, RowFormat) {
+pub fn numeric_mode(args: &NumericArgs) -> (Numerics, RowFormat) {
     let numerics = Numerics { qat: !args.plain, exact: args.exact };
     let format = match args.kv {
         Some(KvChoice::F32) => RowFormat::F32,

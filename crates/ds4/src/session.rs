@@ -21,7 +21,7 @@ use crate::device::{Job, Make, dispatch};
 use crate::open::OpenModel;
 
 /// Places to take a conversation up again.
-const CHECKPOINTS: usize = 32;
+pub const CHECKPOINTS: usize = 32;
 
 pub struct Session {
     pub handle: EngineHandle,

@@ -105,3 +105,20 @@ fn help_man_page_and_completions_come_from_one_definition() {
     let bad = ds4(&["--no-such-flag"]);
     assert_eq!(bad.status.code(), Some(2));
 }
+
+#[test]
+fn plans_come_from_the_header() {
+    let plan = |args: &[&str]| stdout(&ds4(&[&["plan", "--json"], args].concat()));
+    let one: serde_json::Value = serde_json::from_str(&plan(&["-c", "4096"])).unwrap();
+    let lines = one[0]["lines"].as_array().unwrap();
+    let sum: u64 = lines.iter().map(|l| l["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(one[0]["bytes"].as_u64(), Some(sum));
+    assert_eq!(one[0]["longest_prompt"], 4095);
+    let two: serde_json::Value =
+        serde_json::from_str(&plan(&["-c", "2048", "--node", "a=1GiB", "--node", "b=1GiB"])).unwrap();
+    assert_eq!(two[0]["layers"], "0:2");
+    assert_eq!(two[1]["layers"], "3:output");
+    let refused = ds4(&["plan", "--memory", "1MiB"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("more than the 1.0 MiB"), "{refused:?}");
+}
