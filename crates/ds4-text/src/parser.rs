@@ -284,8 +284,15 @@ impl OutputParser {
         if open == self.buf.len() {
             return false;
         }
-        let (tag, len) = match read_tag(&self.buf[open..]) {
+        let (tag, len) = match read_tag(&self.buf[open..], last) {
             Read::Partial if !last => return false,
+            // A tag of the format cut in the middle is not text either.
+            Read::Partial if self.options.tools && self.buf[open..].contains("DSML") => {
+                let text = self.take(self.buf.len());
+                self.emit_prose(text[..open].to_string());
+                self.note(Repair::Malformed);
+                return true;
+            }
             Read::Partial | Read::No => {
                 let text = self.take(open + 1);
                 self.emit_prose(text);
@@ -369,9 +376,15 @@ impl OutputParser {
             return true;
         }
         self.stray = false;
-        let (tag, len) = match read_tag(&self.buf) {
+        let (tag, len) = match read_tag(&self.buf, last) {
             Read::Tag(tag, len) => (Some(tag), len),
             Read::Partial if !last => return false,
+            // A tag of the format cut in the middle: no words.
+            Read::Partial if self.buf.contains("DSML") => {
+                self.take(self.buf.len());
+                self.note(Repair::MissingCloser);
+                return false;
+            }
             Read::Partial | Read::No => match foreign_closer(&self.buf) {
                 Some(0) if !last => return false,
                 Some(len) if len > 0 => (None, len),
@@ -511,7 +524,9 @@ impl OutputParser {
     fn value(&mut self, last: bool) -> bool {
         let mut from = 0;
         while let Some(open) = self.buf[from..].find('<').map(|at| from + at) {
-            match read_tag(&self.buf[open..]) {
+            match read_tag(&self.buf[open..], last) {
+                // A call's opener in here is data, say a document about the format: no call comes of it.
+                Read::Tag(Tag::Dsml(d), _) if !d.close && d.kind != Kind::Parameter => from = open + 1,
                 Read::Tag(Tag::Dsml(d), len) => {
                     let closes = d.kind == Kind::Parameter && d.close;
                     // Without its own closer the value ends before the line break and other formats' closers.
@@ -625,8 +640,24 @@ enum Read {
 
 const QUOTES: [char; 8] = ['"', '“', '”', '„', '‟', '＂', '\'', '’'];
 
+/// Whether `c` closes what `open` opened: single quotes close single ones and double ones double ones, plain or
+/// typographic, so that `name="user's"` is one name.
+fn closes_quote(open: char, c: char) -> bool {
+    let single = |c| matches!(c, '\'' | '’');
+    QUOTES.contains(&c) && single(open) == single(c)
+}
+
 /// Reads a tag at the start of `text`, which begins with `<`.
-fn read_tag(text: &str) -> Read {
+fn read_tag(text: &str, last: bool) -> Read {
+    // What looks like the end of a sentence behind a half tag may become one, and then the tag was cut.
+    let eos = text.rfind('<').filter(|at| !last && *at > 0 && EOS.starts_with(&text[*at..]));
+    match (read_complete_tag(text), eos) {
+        (Read::No, Some(at)) if matches!(read_complete_tag(&text[..at]), Read::Partial) => Read::Partial,
+        (read, _) => read,
+    }
+}
+
+fn read_complete_tag(text: &str) -> Read {
     for (literal, tag) in [(THINK, Tag::Think), (END_THINK, Tag::EndThink)] {
         if text.starts_with(literal) {
             return Read::Tag(tag, literal.len());
@@ -683,18 +714,22 @@ fn read_tag(text: &str) -> Read {
     };
     exact &= matches!(word, "tool_calls" | "invoke" | "parameter");
     // Attributes: everything up to the bracket outside quotes. None of them has a line break.
-    let mut quoted = false;
+    let mut quoted = None;
     let mut end = None;
     for (at, c) in after.char_indices() {
         match c {
-            '>' if !quoted => {
+            '>' if quoted.is_none() => {
                 end = Some(at);
                 break;
             }
             '\n' => return Read::No,
-            c if QUOTES.contains(&c) => {
+            c if quoted.is_some_and(|open| closes_quote(open, c)) => {
                 exact &= c == '"';
-                quoted = !quoted;
+                quoted = None;
+            }
+            c if quoted.is_none() && QUOTES.contains(&c) => {
+                exact &= c == '"';
+                quoted = Some(c);
             }
             _ => {}
         }
@@ -734,8 +769,13 @@ fn attribute<'t>(attributes: &'t str, key: &str) -> Option<&'t str> {
         match after.strip_prefix('=') {
             Some(value) if before.is_none_or(|c| c.is_whitespace() || QUOTES.contains(&c)) => {
                 let value = value.trim_start();
-                let inner = value.trim_start_matches(QUOTES);
-                let end = inner.find(QUOTES).unwrap_or(inner.len());
+                let open = value.chars().next().filter(|c| QUOTES.contains(c));
+                let inner = &value[open.map_or(0, char::len_utf8)..];
+                let end = match open {
+                    Some(open) => inner.find(|c| closes_quote(open, c)),
+                    None => inner.find(char::is_whitespace),
+                };
+                let end = end.unwrap_or(inner.len());
                 return Some(inner[..end].trim_end());
             }
             _ => rest = &rest[at + key.len()..],

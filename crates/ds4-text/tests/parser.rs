@@ -158,6 +158,14 @@ fn what_models_really_write() {
             Some(Repair::Spelling),
         ),
         (
+            format!("{OPEN}{CMD}{CLOSE}").replace("name=\"run\"", "name=\"run”"),
+            false,
+            "",
+            "",
+            vec![run],
+            Some(Repair::Spelling),
+        ),
+        (
             format!("{OPEN}{CMD}{CLOSE}").replace("tool_calls", "toolcalls"),
             false,
             "",
@@ -212,6 +220,39 @@ fn what_models_really_write() {
             "",
             vec![r#"{"cmd": "a</b> </parameter> c <｜DSML"}"#],
             None,
+        ),
+        // A name with an apostrophe is whole.
+        (
+            format!(
+                "{OPEN}<｜DSML｜parameter name=\"user's\" string=\"true\">x</｜DSML｜parameter>\n{CLOSE}"
+            ),
+            false,
+            "",
+            "",
+            vec![r#"{"user's": "x"}"#],
+            None,
+        ),
+        // A call's opener in a value is data: no second call.
+        (
+            format!(
+                "{OPEN}<｜DSML｜parameter name=\"cmd\" string=\"true\">a <｜DSML｜invoke name='g'> b</｜DSML｜parameter>\n{CLOSE}"
+            ),
+            false,
+            "",
+            "",
+            vec![r#"{"cmd": "a <｜DSML｜invoke name='g'> b"}"#],
+            None,
+        ),
+        // A tag cut in the middle is not shown.
+        ("ok\n\n<｜DSML｜tool_cal".into(), false, "", "ok\n\n", vec![], Some(Repair::Malformed)),
+        ("ok <｜DSML｜invoke name=\"r".into(), false, "", "ok ", vec![], Some(Repair::Malformed)),
+        (
+            format!("{OPEN}{CMD}</｜DSML｜invoke>\n</｜DSML｜tool_ca"),
+            false,
+            "",
+            "",
+            vec![run],
+            Some(Repair::MissingCloser),
         ),
         // Text that only looks like a beginning.
         (

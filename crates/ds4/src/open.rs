@@ -13,11 +13,11 @@ use crate::args::{KvChoice, ModelArgs, NumericArgs};
 /// The file that runs when none is named and it lies in the current folder.
 const DEFAULT_FILE: &str = "ds4flash.gguf";
 
-/// The model that ships with the program.
-static SHIPPED: &[u8] = include_bytes!("../../../testdata/tiny-q2q4.gguf");
+/// The model that ships with the program; `tools/nano` made it.
+static SHIPPED: &[u8] = include_bytes!("../../../models/nano.gguf");
 /// What to know about it before reading its answers.
-const SHIPPED_NOTE: &str = "no model named (-m FILE): running the tiny test model that ships with the program. Its weights are random; it shows \
-     that everything works, not that it knows anything.";
+const SHIPPED_NOTE: &str = "no model named (-m FILE): running ds4-nano, which ships with the program. It has 29 million \
+     parameters: it shows that everything works, and knows little.";
 
 /// Longest context that is taken without being asked for.
 const CONTEXT_DEFAULT: u64 = 32 * 1024;
