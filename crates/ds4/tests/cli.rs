@@ -143,5 +143,5 @@ fn plans_come_from_the_header() {
     assert_eq!(two[1]["layers"], "3:output");
     let refused = ds4(&["plan", "--memory", "1MiB"]);
     assert_eq!(refused.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("more than the 1.0 MiB"), "{refused:?}");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("more than the 1.00 MiB"), "{refused:?}");
 }
