@@ -17,6 +17,9 @@ use ds4_reference::goldens::{self, best, chunked, prefill_then_decode};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
+/// A suite's name, and what runs it.
+type Suite = (&'static str, Box<dyn Fn()>);
+
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -49,7 +52,7 @@ fn run_goldens() -> Result<()> {
         prefill_then_decode(700, 300),
     ];
     let odd = vec![chunked(270, 270), chunked(270, 7), prefill_then_decode(270, 130)];
-    let suites: Vec<(&str, Box<dyn Fn()>)> = vec![
+    let suites: Vec<Suite> = vec![
         ("units", Box::new(|| goldens::units(open))),
         ("trace", Box::new(|| goldens::trace(open))),
         ("qat logits", Box::new(|| goldens::qat_logits(open))),
