@@ -72,9 +72,16 @@ fn model(name: &str) -> (Gguf, HyperParams) {
     (gguf, hyper)
 }
 
+/// Allocations are counted for the whole process, so these tests run one after the other.
+fn alone() -> std::sync::MutexGuard<'static, ()> {
+    static LOCK: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    LOCK.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 /// One test for all that counts: other tests of this process would count along.
 #[test]
 fn what_is_planned_is_what_is_allocated() {
+    let _alone = alone();
     let mut combinations = 0;
     for name in ["tiny-q2q4.gguf", "odd-mix.gguf"] {
         let (gguf, hyper) = model(name);
@@ -128,6 +135,7 @@ fn no_step_allocates_buffers() {
 
 #[test]
 fn a_budget_chooses_settings_that_fit() {
+    let _alone = alone();
     let (gguf, hyper) = model("tiny-q2q4.gguf");
     let base = settings(LayerSlice::whole(hyper.layers.len()));
     let pick = |asked: Asked, bytes: u64| {
@@ -145,6 +153,7 @@ fn a_budget_chooses_settings_that_fit() {
 
 #[test]
 fn a_refusal_names_the_line_and_the_nearest_that_fits() {
+    let _alone = alone();
     let (gguf, hyper) = model("tiny-q2q4.gguf");
     let base = settings(LayerSlice::whole(hyper.layers.len()));
     let asked = Asked { context: Some(1_000_000), sessions: Some(64), ..Asked::default() };
@@ -163,6 +172,7 @@ fn a_refusal_names_the_line_and_the_nearest_that_fits() {
 
 #[test]
 fn nodes_get_slices_that_fit_and_balance() {
+    let _alone = alone();
     let (gguf, hyper) = model("tiny-q2q4.gguf");
     let total = hyper.layers.len();
     let base = settings(LayerSlice::whole(total));
@@ -182,6 +192,7 @@ fn nodes_get_slices_that_fit_and_balance() {
 
 #[test]
 fn sizes_read_as_written() {
+    let _alone = alone();
     assert_eq!(parse_size("51.3GiB"), Some((51.3 * (1u64 << 30) as f64) as u64));
     assert_eq!(parse_size("800M"), Some(800 << 20));
     assert_eq!(parse_size("1024"), Some(1024));
