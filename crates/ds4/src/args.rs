@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use ds4_cluster::args::ClusterArgs;
 use ds4_model::plan::Node;
+use ds4_server::ServerArgs;
 
 const USAGE: &str = "Without a prompt: a chat in the terminal (/help there). Only the answer goes to stdout.";
 
@@ -36,6 +37,8 @@ pub struct Cli {
 pub enum Command {
     /// Write the logits of given tokens as little-endian f32 [positions, vocabulary]
     Logits(LogitsArgs),
+    /// Serve the model over HTTP: OpenAI's chat, completions and Responses, Anthropic's messages, and a page
+    Serve(Box<ServeArgs>),
     /// Print what memory a model needs, from its header alone; or what fits into a memory, or onto several machines
     Plan(PlanArgs),
     /// Compute a slice of the layers for a coordinator (as `ds4 --role worker`)
@@ -119,6 +122,14 @@ pub struct RunArgs {
     /// The prompt is the beginning of a text to go on with: no chat format around it
     #[arg(long)]
     pub raw_prompt: bool,
+    #[command(flatten)]
+    pub draw: DrawArgs,
+}
+
+/// How an answer is drawn. To a server: what requests get that do not say.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Generation")]
+pub struct DrawArgs {
     /// Tokens to generate at most. Default: until the model ends or the context is full
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub tokens: Option<u32>,
@@ -176,6 +187,20 @@ pub struct ProbeArgs {
     /// Check that the prompt's last N positions come out the same in one step and one by one
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub decode_consistency: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub numerics: NumericArgs,
+    #[command(flatten)]
+    pub draw: DrawArgs,
+    #[command(flatten)]
+    pub server: ServerArgs,
+    #[command(flatten)]
+    pub cluster: ClusterArgs,
 }
 
 #[derive(Debug, Args)]

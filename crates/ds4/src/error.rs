@@ -21,6 +21,10 @@ pub enum CliError {
     Engine(#[from] ds4_engine::EngineError),
     #[error(transparent)]
     Cluster(#[from] ds4_cluster::ClusterError),
+    #[error(transparent)]
+    Server(#[from] ds4_server::ServerError),
+    #[error(transparent)]
+    Config(#[from] ds4_server::ConfigError),
     #[error("{path}: {source}")]
     File { path: PathBuf, source: std::io::Error },
     #[error("{0}")]

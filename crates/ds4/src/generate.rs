@@ -69,15 +69,15 @@ fn prompt_ids(model: &OpenModel, args: &RunArgs, text: &str) -> Result<PromptIds
 
 fn render_options(args: &RunArgs) -> RenderOptions {
     RenderOptions {
-        thinking: !args.nothink,
-        effort: if args.think_max { Effort::Max } else { Effort::Low },
+        thinking: !args.draw.nothink,
+        effort: if args.draw.think_max { Effort::Max } else { Effort::Low },
         ..RenderOptions::default()
     }
 }
 
 /// Prints the answer to stdout as it comes; the thinking to stderr.
 fn once(session: &Session, args: &RunArgs, ids: &PromptIds, stop: &AtomicBool) -> Result<(), CliError> {
-    let mut printer = Printer::new(!args.raw_prompt && !args.nothink);
+    let mut printer = Printer::new(!args.raw_prompt && !args.draw.nothink);
     let answer = session.answer(ids, args, stop, &mut |bytes| match args.raw_prompt {
         true => printer.raw(bytes),
         false => printer.push(bytes),
@@ -210,9 +210,12 @@ impl Chat<'_> {
                 "/status" => self.status(),
                 "/ctx" => println!("{} tokens", self.session.context),
                 "/think" | "/think-max" | "/nothink" => {
-                    self.run.nothink = word == "/nothink";
-                    self.run.think_max = word == "/think-max";
-                    println!("{}", if self.run.nothink { "answering at once" } else { "thinking first" });
+                    self.run.draw.nothink = word == "/nothink";
+                    self.run.draw.think_max = word == "/think-max";
+                    println!(
+                        "{}",
+                        if self.run.draw.nothink { "answering at once" } else { "thinking first" }
+                    );
                 }
                 "/read" => match std::fs::read_to_string(rest.trim()) {
                     Ok(text) => self.say(text),
@@ -255,7 +258,7 @@ impl Chat<'_> {
         let ids = prompt
             .to_ids(&self.session.tokenizer)
             .map_err(|source| CliError::Tokenizer { path: "model".into(), source })?;
-        let mut printer = Printer::new(!self.run.nothink);
+        let mut printer = Printer::new(!self.run.draw.nothink);
         let answer = self.session.answer(&ids, self.run, &self.stop, &mut |bytes| printer.push(bytes))?;
         printer.finish(&answer)?;
         eprintln!("{}", answer.summary());

@@ -10,6 +10,7 @@ mod inspect;
 mod logits;
 mod open;
 mod plan;
+mod serve;
 mod session;
 mod worker;
 
@@ -24,7 +25,14 @@ pub use error::CliError;
 
 /// Runs one command line. Every failure is one readable line on stderr and exit code 2.
 pub fn main(argv: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let cli = match args::Cli::try_parse_from(args::normalise(argv)) {
+    let argv = match serve::with_config(args::normalise(argv).collect()) {
+        Ok(argv) => argv,
+        Err(e) => {
+            eprintln!("ds4: {e}");
+            return ExitCode::from(2);
+        }
+    };
+    let cli = match args::Cli::try_parse_from(argv) {
         Ok(cli) => cli,
         Err(e) => {
             // Help and version go to stdout and are no failure.
@@ -35,6 +43,7 @@ pub fn main(argv: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let debug = match &cli.command {
         Some(args::Command::Worker(a)) => a.cluster.debug,
+        Some(args::Command::Serve(a)) => a.cluster.debug,
         _ => cli.cluster.debug,
     };
     log(debug);
@@ -63,6 +72,10 @@ fn run(cli: args::Cli) -> Result<(), CliError> {
         Some(args::Command::Logits(a)) => {
             drop(out);
             logits::run(a)
+        }
+        Some(args::Command::Serve(a)) => {
+            drop(out);
+            serve::run(*a)
         }
         Some(args::Command::Plan(a)) => {
             drop(out);

@@ -10,15 +10,15 @@ use ds4_engine::{
     Engine, EngineConfig, EngineHandle, Event, FinishReason, Health, LocalStage, Pipeline, Request,
     SamplingParams, Stage, StageError, StageFault, StageLimits, Usage,
 };
-use ds4_model::{Backend, KvLayout, Model};
+use ds4_model::{Backend, KvLayout, LayerSlice, MemoryPlan, Model, Settings};
 use ds4_text::Tokenizer;
 use ds4_text::chat::{self, PromptIds};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::CliError;
-use crate::args::{ModelArgs, NumericArgs, RunArgs};
+use crate::args::{DrawArgs, ModelArgs, NumericArgs, RunArgs};
 use crate::device::{Job, Make, dispatch};
-use crate::open::OpenModel;
+use crate::open::{self, OpenModel};
 
 /// Places to take a conversation up again.
 pub const CHECKPOINTS: usize = 32;
@@ -39,12 +39,10 @@ impl Session {
     ) -> Result<Self, CliError> {
         let tokenizer = model.tokenizer()?;
         let context = model.context(device);
-        let rows = cluster.prefill_chunk().unwrap_or(device.prefill_chunk as usize).min(context);
         let path = model.path.clone();
-        let setup = model.setup(numerics, context, 1, rows, 1, CHECKPOINTS);
-        let tokens = tokenizer.clone();
-        let cluster = cluster.role(None)?.is_some().then(|| cluster.clone());
-        let handle = dispatch(device, Start { model, setup, tokenizer: tokens, cluster })?;
+        let sizes = Sizes { sessions: 1, spare_pages: CHECKPOINTS };
+        let config = EngineConfig::default();
+        let handle = start(model, device, numerics, cluster, &tokenizer, sizes, config)?;
         let mut waiting = false;
         loop {
             match handle.health() {
@@ -73,9 +71,10 @@ impl Session {
     ) -> Result<Answer, CliError> {
         let mut request = Request::new(prompt.ids.clone());
         request.boundaries = prompt.boundaries.clone();
-        request.max_tokens = args.tokens.map(|n| n as usize);
+        request.max_tokens = args.draw.tokens.map(|n| n as usize);
         request.stop_tokens = self.tokenizer.special(chat::EOS).into_iter().collect();
-        request.sampling = sampling(args);
+        request.sampling = sampling(&args.draw);
+        request.sampling.seed = args.draw.seed.unwrap_or_else(seed);
         let mut generation = self.handle.submit(request)?;
         let bar = prefill_bar(prompt.ids.len());
         loop {
@@ -127,13 +126,13 @@ impl Answer {
     }
 }
 
-fn sampling(args: &RunArgs) -> SamplingParams {
+/// Everything but the seed.
+pub fn sampling(args: &DrawArgs) -> SamplingParams {
     SamplingParams {
         temperature: args.temp,
         top_k: args.top_k as usize,
         top_p: args.top_p,
         min_p: args.min_p,
-        seed: args.seed.unwrap_or_else(seed),
         ..SamplingParams::default()
     }
 }
@@ -153,26 +152,63 @@ fn prefill_bar(tokens: usize) -> ProgressBar {
     bar
 }
 
+/// What an engine is sized for beyond its model and context.
+pub struct Sizes {
+    /// Requests that run at once.
+    pub sessions: usize,
+    /// Pages for the state of earlier requests.
+    pub spare_pages: usize,
+}
+
+/// Starts the engine that the flags ask for: on this machine, or as the coordinator of several. The model is loaded
+/// meanwhile; the handle tells when it is ready.
+pub fn start(
+    model: OpenModel,
+    device: &ModelArgs,
+    numerics: &NumericArgs,
+    cluster: &ClusterArgs,
+    tokenizer: &Arc<Tokenizer>,
+    sizes: Sizes,
+    config: EngineConfig,
+) -> Result<EngineHandle, CliError> {
+    let context = model.context(device);
+    let (numerics, rows) = open::numeric_mode(numerics);
+    let settings = Settings {
+        slice: LayerSlice::whole(model.hyper.layers.len()),
+        context,
+        sessions: sizes.sessions,
+        chunk: cluster.prefill_chunk().unwrap_or(device.prefill_chunk as usize).min(context),
+        checkpoints: CHECKPOINTS,
+        spare_pages: sizes.spare_pages,
+        rows,
+        numerics,
+    };
+    let cluster = cluster.role(None)?.is_some().then(|| cluster.clone());
+    dispatch(device, Start { model, settings, tokenizer: tokenizer.clone(), cluster, config })
+}
+
 struct Start {
     model: OpenModel,
-    setup: ds4_model::Setup,
+    settings: Settings,
     tokenizer: Arc<Tokenizer>,
     /// Where this is a coordinator.
     cluster: Option<ClusterArgs>,
+    config: EngineConfig,
 }
 
 impl Job for Start {
     type Output = EngineHandle;
 
     fn run<B: Backend + 'static>(self, make: impl Make<B>) -> Result<EngineHandle, CliError> {
-        let Start { model, mut setup, tokenizer, cluster } = self;
-        let mut config = EngineConfig::default();
+        let Start { model, settings, tokenizer, cluster, mut config } = self;
+        let mut setup = settings.setup(&model.hyper);
         let gguf = model.gguf.clone();
         let local = |setup: ds4_model::Setup| {
             let load = move || Model::load(&gguf, setup.clone(), make()?, &mut |_| ());
             LocalStage::start("local", CHECKPOINTS, load)
         };
         let Some(args) = cluster else {
+            config.plan = vec![MemoryPlan::new::<B>(&model.gguf, &model.hyper, settings)?];
             let load = move || Pipeline::new(vec![Box::new(local(setup)?)]);
             return Engine::start(config, tokenizer, load).map_err(CliError::Output);
         };

@@ -1,0 +1,5 @@
+use axum::Json;
+use serde_json::{Value, json};
+pub async fn document() -> Json<Value> {
+    Json(json!({}))
+}
