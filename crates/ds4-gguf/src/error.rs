@@ -27,6 +27,8 @@ pub enum Error {
     UnknownType { name: String, number: u32, known: String, supported: &'static str },
     #[error("tensor {name}: {reason}")]
     Tensor { name: String, reason: String },
+    #[error("writing: {0}")]
+    Write(#[from] std::io::Error),
     #[error("{format}: {reason}")]
     Block { format: &'static str, reason: String },
     #[error("split file: {reason}")]

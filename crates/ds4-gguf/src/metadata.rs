@@ -36,28 +36,85 @@ impl Value {
     }
 }
 
-/// All keys of a file.
+/// A value and the type it has in a file.
+#[derive(Clone, Debug, PartialEq)]
+struct Entry {
+    value: Value,
+    kind: Kind,
+}
+
+/// Type numbers as in the file: of the value, and of an array's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Kind {
+    pub value: u32,
+    pub element: u32,
+}
+
+impl Value {
+    /// The narrowest of the usual types: 32 bits where every number fits.
+    fn natural_kind(&self) -> Kind {
+        let scalar = |value| Kind { value, element: 0 };
+        let array = |element| Kind { value: ARRAY, element };
+        match self {
+            Self::U64(v) => scalar(if u32::try_from(*v).is_ok() { 4 } else { 10 }),
+            Self::I64(v) => scalar(if i32::try_from(*v).is_ok() { 5 } else { 11 }),
+            Self::F64(_) => scalar(6),
+            Self::Bool(_) => scalar(7),
+            Self::String(_) => scalar(8),
+            Self::Integers(v) => array(if v.iter().all(|i| i32::try_from(*i).is_ok()) { 5 } else { 11 }),
+            Self::Floats(_) => array(6),
+            Self::Bools(_) => array(7),
+            Self::Strings(_) => array(8),
+        }
+    }
+}
+
+/// All keys of a file. A copied file keeps the width of every number.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata {
-    values: HashMap<String, Value>,
+    values: HashMap<String, Entry>,
     order: Vec<String>,
 }
 
 impl Metadata {
     pub fn get(&self, key: &str) -> Option<&Value> {
-        self.values.get(key)
+        self.values.get(key).map(|e| &e.value)
     }
 
+    /// Sets a key. Its numbers will be written in 32 bits where they fit, which is what readers of these keys expect.
     pub fn insert(&mut self, key: impl Into<String>, value: Value) {
-        let key = key.into();
-        if self.values.insert(key.clone(), value).is_none() {
+        let kind = value.natural_kind();
+        self.insert_as(key.into(), value, kind);
+    }
+
+    /// Removes a key; the others keep their order.
+    pub fn remove(&mut self, key: &str) -> Option<Value> {
+        let entry = self.values.remove(key)?;
+        self.order.retain(|k| k != key);
+        Some(entry.value)
+    }
+
+    pub(crate) fn insert_as(&mut self, key: String, value: Value, kind: Kind) {
+        if self.values.insert(key.clone(), Entry { value, kind }).is_none() {
             self.order.push(key);
         }
     }
 
     /// Keys in file order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
-        self.order.iter().filter_map(|k| self.values.get(k).map(|v| (k.as_str(), v)))
+        self.entries().map(|(key, value, _)| (key, value))
+    }
+
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (&str, &Value, Kind)> {
+        self.order.iter().filter_map(|k| self.values.get(k).map(|e| (k.as_str(), &e.value, e.kind)))
+    }
+
+    pub fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.order.is_empty()
     }
 
     fn need(&self, key: &str) -> Result<&Value> {
@@ -137,11 +194,15 @@ impl Metadata {
     }
 }
 
-const ARRAY: u32 = 9;
+pub(crate) const ARRAY: u32 = 9;
 
 /// Reads one value of the given type number.
-pub(crate) fn read_value(c: &mut Cursor<'_>, key: &str, kind: u32) -> Result<Value> {
-    Ok(match kind {
+pub(crate) fn read_value(c: &mut Cursor<'_>, key: &str, kind: u32) -> Result<(Value, Kind)> {
+    if kind == ARRAY {
+        let (value, element) = read_array(c, key)?;
+        return Ok((value, Kind { value: ARRAY, element }));
+    }
+    let value = match kind {
         0 => Value::U64(c.u8(key)?.into()),
         1 => Value::I64((c.u8(key)? as i8).into()),
         2 => Value::U64(c.u16(key)?.into()),
@@ -151,15 +212,16 @@ pub(crate) fn read_value(c: &mut Cursor<'_>, key: &str, kind: u32) -> Result<Val
         6 => Value::F64(f32::from_bits(c.u32(key)?).into()),
         7 => Value::Bool(c.bool(key)?),
         8 => Value::String(c.string(key)?),
-        ARRAY => read_array(c, key)?,
         10 => Value::U64(c.u64(key)?),
         11 => Value::I64(c.u64(key)? as i64),
         12 => Value::F64(f64::from_bits(c.u64(key)?)),
         _ => return Err(c.malformed(key, format!("value type {kind} does not exist"))),
-    })
+    };
+    Ok((value, Kind { value: kind, element: 0 }))
 }
 
-fn read_array(c: &mut Cursor<'_>, key: &str) -> Result<Value> {
+/// An array and its elements' type number.
+fn read_array(c: &mut Cursor<'_>, key: &str) -> Result<(Value, u32)> {
     let kind = c.u32(key)?;
     let len = c.u64(key)?;
     let smallest = match kind {
@@ -171,7 +233,7 @@ fn read_array(c: &mut Cursor<'_>, key: &str) -> Result<Value> {
         _ => return Err(c.malformed(key, format!("array element type {kind} does not exist"))),
     };
     let len = c.count(key, len, smallest)?;
-    Ok(match kind {
+    let value = match kind {
         6 | 12 => {
             let mut v = Vec::with_capacity(len);
             for _ in 0..len {
@@ -205,5 +267,6 @@ fn read_array(c: &mut Cursor<'_>, key: &str) -> Result<Value> {
             }
             Value::Integers(v)
         }
-    })
+    };
+    Ok((value, kind))
 }

@@ -243,11 +243,11 @@ fn parse_part(bytes: &[u8], part: usize) -> Result<(u32, Metadata, Vec<TensorInf
     for _ in 0..n_kv {
         let key = c.string("a metadata key")?;
         let kind = c.u32(&key)?;
-        let value = metadata::read_value(&mut c, &key, kind)?;
+        let (value, kind) = metadata::read_value(&mut c, &key, kind)?;
         if metadata.get(&key).is_some() {
             return Err(c.malformed(&key, "the key appears twice".into()));
         }
-        metadata.insert(key, value);
+        metadata.insert_as(key, value, kind);
     }
     let alignment = match metadata.get("general.alignment") {
         Some(_) => metadata.u64("general.alignment")?,
@@ -312,7 +312,7 @@ fn parse_part(bytes: &[u8], part: usize) -> Result<(u32, Metadata, Vec<TensorInf
 }
 
 /// Bytes of a tensor, every step checked.
-fn byte_len(name: &str, format: BlockFormat, shape: &[u64]) -> Result<u64> {
+pub(crate) fn byte_len(name: &str, format: BlockFormat, shape: &[u64]) -> Result<u64> {
     let bad = |reason: String| Error::Tensor { name: name.to_string(), reason };
     let cols = shape[0];
     let block = format.block_len() as u64;
