@@ -87,6 +87,8 @@ pub struct Outcome {
 
 /// Longest tag; what goes on longer is text.
 const TAG_MAX: usize = 1024;
+/// Text is looked at in pieces of this many bytes, so that what is left of a piece is cheap to move.
+const PIECE: usize = 4096;
 
 #[derive(Debug)]
 enum State {
@@ -121,6 +123,8 @@ pub struct OutputParser {
     utf8: Utf8Stream,
     /// Text that is not yet decided.
     buf: String,
+    /// `buf` is white space at the end of a value, where more of it decides nothing.
+    blank: bool,
     state: State,
     events: Vec<Event>,
     calls: usize,
@@ -141,6 +145,7 @@ impl OutputParser {
             options,
             utf8: Utf8Stream::new(),
             buf: String::new(),
+            blank: false,
             state: if options.thinking { State::Thinking } else { State::Content },
             events: Vec::new(),
             calls: 0,
@@ -207,16 +212,27 @@ impl OutputParser {
         }
     }
 
-    fn push_text(&mut self, text: &str) {
-        if self.ended {
+    fn push_text(&mut self, mut text: &str) {
+        while !text.is_empty() && !self.ended {
+            let (piece, rest) = text.split_at(text.ceil_char_boundary(PIECE.min(text.len())));
+            self.push_piece(piece);
+            text = rest;
+        }
+    }
+
+    fn push_piece(&mut self, piece: &str) {
+        // The end of sentence may have begun in what is held back.
+        let seen = self.buf.floor_char_boundary(self.buf.len().saturating_sub(EOS.len()));
+        self.buf.push_str(piece);
+        if self.blank && piece.trim_start().is_empty() {
             return;
         }
-        self.buf.push_str(text);
-        if let Some(at) = self.buf.find(EOS) {
-            self.buf.truncate(at);
+        if let Some(at) = self.buf[seen..].find(EOS) {
+            self.buf.truncate(seen + at);
             self.ended = true;
         }
         self.run(false);
+        self.blank = matches!(self.state, State::Parameter(..)) && self.buf.trim_start().is_empty();
     }
 
     fn note(&mut self, repair: Repair) {
@@ -241,8 +257,7 @@ impl OutputParser {
 
     /// Takes `len` bytes off the buffer; part of what was sampled as calls if a block is open.
     fn take(&mut self, len: usize) -> String {
-        let rest = self.buf.split_off(len);
-        let taken = std::mem::replace(&mut self.buf, rest);
+        let taken: String = self.buf.drain(..len).collect();
         if let Some(raw) = &mut self.sampled_calls {
             raw.push_str(&taken);
         }
@@ -601,7 +616,7 @@ fn foreign_closer(text: &str) -> Option<usize> {
     }
     let rest = rest.strip_prefix('/')?;
     let name = rest.trim_start_matches(|c: char| c.is_ascii_alphabetic() || c == '_');
-    if name.is_empty() {
+    if name.is_empty() && text.len() < TAG_MAX {
         return Some(0);
     }
     name.starts_with('>').then(|| text.len() - name.len() + 1)
@@ -650,9 +665,11 @@ fn closes_quote(open: char, c: char) -> bool {
 /// Reads a tag at the start of `text`, which begins with `<`.
 fn read_tag(text: &str, last: bool) -> Read {
     // What looks like the end of a sentence behind a half tag may become one, and then the tag was cut.
-    let eos = text.rfind('<').filter(|at| !last && *at > 0 && EOS.starts_with(&text[*at..]));
+    let may_be_cut = !last && text.len() < TAG_MAX + EOS.len();
+    let eos = text.rfind('<').filter(|at| may_be_cut && *at > 0 && EOS.starts_with(&text[*at..]));
     match (read_complete_tag(text), eos) {
         (Read::No, Some(at)) if matches!(read_complete_tag(&text[..at]), Read::Partial) => Read::Partial,
+        (Read::Partial, None) if text.len() >= TAG_MAX => Read::No,
         (read, _) => read,
     }
 }
@@ -703,7 +720,7 @@ fn read_complete_tag(text: &str) -> Read {
         (word, after) = ("toolcalls", &after[" calls".len()..]);
     }
     if after.is_empty() {
-        return if text.len() < TAG_MAX { Read::Partial } else { Read::No };
+        return Read::Partial;
     }
     let plain: String = word.chars().filter(|c| c.is_ascii_alphabetic()).collect();
     let kind = match plain.as_str() {
@@ -734,9 +751,7 @@ fn read_complete_tag(text: &str) -> Read {
             _ => {}
         }
     }
-    let Some(end) = end else {
-        return if text.len() < TAG_MAX { Read::Partial } else { Read::No };
-    };
+    let Some(end) = end else { return Read::Partial };
     let attributes = &after[..end];
     let name = attribute(attributes, "name").unwrap_or("").to_string();
     let string = match attribute(attributes, "string") {

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use common::jsonl;
 use ds4_text::parser::{End, Event, Outcome, OutputParser, ParserOptions, Repair};
 use proptest::prelude::*;
@@ -364,6 +366,32 @@ proptest! {
                 let v: serde_json::Value = serde_json::from_str(arguments).unwrap();
                 prop_assert!(v.is_object());
             }
+        }
+    }
+}
+
+/// Whatever a model repeats for ever, in one piece or byte by byte: the work grows with the text, not with its square,
+/// which for these would be minutes.
+#[test]
+fn long_runs_take_linear_time() {
+    let open =
+        "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"a\" string=\"true\">";
+    let texts = [
+        ("brackets", "<".repeat(1 << 20)),
+        ("brackets before plain text", "<a ".repeat(1 << 18) + &"b".repeat(1 << 19)),
+        ("newlines in a value", open.to_string() + &"\n".repeat(1 << 20) + "x"),
+        ("brackets in a value", open.to_string() + &"< a".repeat(1 << 18)),
+        ("half a closer in a block", "<｜DSML｜tool_calls></".to_string() + &"a".repeat(1 << 20)),
+        ("half a tag in a value", open.to_string() + "<｜DSML｜" + &"a".repeat(1 << 20)),
+        ("bars", "<".to_string() + &"｜".repeat(1 << 18)),
+    ];
+    for (name, text) in texts {
+        for piece in [1, 5, text.len()] {
+            let options = ParserOptions { thinking: false, tools: true };
+            let started = Instant::now();
+            feed(text.as_bytes().chunks(piece), options, End::Cut);
+            let took = started.elapsed();
+            assert!(took < Duration::from_secs(8), "{name} in pieces of {piece}: {took:?}");
         }
     }
 }
