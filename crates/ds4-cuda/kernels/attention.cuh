@@ -2,17 +2,24 @@
 #pragma once
 #include "common.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) rms_rows(float* x, const float* gain, u32 n, float eps) {
+extern "C" __global__ void __launch_bounds__(256) rms_rows(float* x, const float* gain, u8* codes, u32 n, float eps, const __grid_constant__ Ahead next) {
+    wait_for_previous();
+    fetch_ahead(next, blockIdx.x, gridDim.x);
     __shared__ float part[33];
     float* row = x + (u64)blockIdx.x * n;
     float ss = 0.f;
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) ss += row[i] * row[i];
     float inv = inverse_rms(block_sum(ss, part), n, eps);
-    for (u32 i = threadIdx.x; i < n; i += blockDim.x) row[i] = row[i] * inv * gain[i];
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
+        float v = row[i] * inv * gain[i];
+        row[i] = v;
+        if (codes) quantise32(v, codes + (u64)blockIdx.x * quantised_bytes(1, n), n, i / 32);
+    }
 }
 
 // q [T, H, d]: rms of each head, rotary tail. One head a block.
 extern "C" __global__ void __launch_bounds__(128) finish_q(Step s, float* q, const float* freqs, u32 dim, u32 rope, float eps) {
+    wait_for_previous();
     extern __shared__ float row[];
     __shared__ float part[33];
     float* x = q + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * dim;
@@ -29,10 +36,13 @@ extern "C" __global__ void __launch_bounds__(128) finish_q(Step s, float* q, con
     for (u32 i = threadIdx.x; i < dim; i += blockDim.x) x[i] = row[i];
 }
 
-extern "C" __global__ void __launch_bounds__(128) finish_kv(Step s, Rows r, float* kv, const float* gain, const float* freqs, float eps) {
+// kv [T, d] from its product: rms, rotary tail, rounded as stored; and as it will be stored, where `fresh` is given.
+extern "C" __global__ void __launch_bounds__(128) finish_kv(Step s, Rows r, const float* product, float* kv, u8* fresh, const float* gain,
+                                                            const float* freqs, float eps) {
+    wait_for_previous();
     extern __shared__ float row[];
     __shared__ float part[33];
-    float* x = kv + (u64)blockIdx.x * r.dim;
+    const float* x = product + (u64)blockIdx.x * r.dim;
     float ss = 0.f;
     for (u32 i = threadIdx.x; i < r.dim; i += blockDim.x) {
         row[i] = x[i];
@@ -45,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(128) finish_kv(Step s, Rows r, floa
     __syncthreads();
     round_main(row, r);
     __syncthreads();
-    for (u32 i = threadIdx.x; i < r.dim; i += blockDim.x) x[i] = row[i];
+    for (u32 i = threadIdx.x; i < r.dim; i += blockDim.x) kv[(u64)blockIdx.x * r.dim + i] = row[i];
+    if (fresh) encode_main(row, fresh + (u64)blockIdx.x * r.main_bytes, r);
 }
 
 struct Pooling {
@@ -85,6 +96,7 @@ struct Running {
 // One window's running softmax over the batch's tokens, one channel a thread. Windows of a segment run from the one its
 // first token is in to the one after its last; those that the frontier knows start from it.
 extern "C" __global__ void pool(Step s, const __grid_constant__ Pooling p) {
+    wait_for_previous();
     Window job = s.windows[p.ratio == 128][blockIdx.y];
     u32 c = blockIdx.x * blockDim.x + threadIdx.x;
     if (job.segment < 0 || c >= p.width) return;
@@ -114,6 +126,7 @@ extern "C" __global__ void pool(Step s, const __grid_constant__ Pooling p) {
 
 // Complete windows become rows in their pages, the others go back to the frontier. One window a block of 128.
 extern "C" __global__ void __launch_bounds__(128) pool_finish(Step s, Rows r, const __grid_constant__ Pooling p) {
+    wait_for_previous();
     extern __shared__ float row[];
     __shared__ float part[33];
     Window job = s.windows[p.ratio == 128][blockIdx.x];
@@ -176,8 +189,45 @@ extern "C" __global__ void __launch_bounds__(128) pool_finish(Step s, Rows r, co
     }
 }
 
+// As finish_index_q for heads of 128 channels, 64 of them rotary: one head a warp, four channels a lane.
+extern "C" __global__ void __launch_bounds__(128) finish_index_q_128(Step s, Rows r, float* q, const float* freqs, u32 heads) {
+    wait_for_previous();
+    u32 h = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (h >= heads) return;
+    float4* x = (float4*)(q + ((u64)blockIdx.y * heads + h) * 128) + lane;
+    float4 v = *x;
+    if (lane >= 16) {
+        float pos = (float)s.pos[blockIdx.y], sn, cs, a = v.x, b = v.y;
+        sincosf(pos * freqs[2 * lane - 32], &sn, &cs);
+        v.x = a * cs - b * sn;
+        v.y = a * sn + b * cs;
+        a = v.z, b = v.w;
+        sincosf(pos * freqs[2 * lane - 31], &sn, &cs);
+        v.z = a * cs - b * sn;
+        v.w = a * sn + b * cs;
+    }
+    if (r.qat) {
+        v = make_float4(v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w);
+        v = make_float4(v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w);
+        for (u32 d = 1; d < 32; d *= 2) {
+            float4 o = make_float4(__shfl_xor_sync(~0u, v.x, d), __shfl_xor_sync(~0u, v.y, d), __shfl_xor_sync(~0u, v.z, d), __shfl_xor_sync(~0u, v.w, d));
+            v = lane & d ? make_float4(o.x - v.x, o.y - v.y, o.z - v.z, o.w - v.w) : make_float4(v.x + o.x, v.y + o.y, v.z + o.z, v.w + o.w);
+        }
+        float scale = powf(128.f, -0.5f);
+        v = make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
+        float m = fmaxf(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))), 6.f * 1.17549435e-38f);
+        for (u32 d = 1; d < 8; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+        int e = scale_exponent(m, 6.f);
+        float inv = exp2i(-e), up = exp2i(e);
+        v = make_float4(e2m1_decode(e2m1_encode(v.x * inv)) * up, e2m1_decode(e2m1_encode(v.y * inv)) * up, e2m1_decode(e2m1_encode(v.z * inv)) * up,
+                        e2m1_decode(e2m1_encode(v.w * inv)) * up);
+    }
+    *x = v;
+}
+
 // Indexer queries [T, Hi, di]: rotary tail; Hadamard and FP4 where qat asks. One head a block of di threads.
 extern "C" __global__ void finish_index_q(Step s, Rows r, float* q, const float* freqs) {
+    wait_for_previous();
     extern __shared__ float row[];
     u32 n = r.index_dim;
     float* x = q + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * n;
@@ -207,25 +257,26 @@ extern "C" __global__ void finish_index_q(Step s, Rows r, float* q, const float*
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) x[i] = row[i];
 }
 
-// scores[t, w] = sum over heads of wt * relu(q . row): 128 rows of one token a block, one row a thread.
+// scores[t, w] = sum over heads of wt * relu(q . row): 32 rows of one token a block, each by four threads that share its
+// heads.
 extern "C" __global__ void __launch_bounds__(128) index_scores(Step s, Rows r, const float* q, const float* wt, float* scores, u32 heads,
                                                                u32 topk, u32 first, u32 capacity, u64 rows_at, float scale) {
+    wait_for_previous();
     extern __shared__ float4 qs[];
     u32 t = first + blockIdx.y, n = r.index_dim;
     int visible = (s.pos[t] + 1) / 4;
-    if (visible <= (int)topk || (int)(blockIdx.x * 128) >= visible) return;
+    if (visible <= (int)topk || (int)(blockIdx.x * 32) >= visible) return;
     const float4* from = (const float4*)(q + (u64)t * heads * n);
     for (u32 i = threadIdx.x; i < heads * n / 4; i += 128) qs[i] = from[i];
     __syncthreads();
-    int w = blockIdx.x * 128 + threadIdx.x;
-    if (w >= visible) return;
+    int w = min((int)blockIdx.x * 32 + (int)threadIdx.x / 4, visible - 1);
     const u8* bytes = page_row(s, s.segments[s.segment_of[t]].slot, w, 32, rows_at, r.index_bytes);
     float total = 0.f;
     if (n == 128) {
         float key[128];
 #pragma unroll
         for (int i = 0; i < 128; i++) key[i] = decode_index(bytes, i, r);
-        for (u32 h = 0; h < heads; h++) {
+        for (u32 h = threadIdx.x % 4; h < heads; h += 4) {
             float a = 0.f;
 #pragma unroll
             for (int i = 0; i < 32; i++) {
@@ -236,13 +287,15 @@ extern "C" __global__ void __launch_bounds__(128) index_scores(Step s, Rows r, c
         }
     } else {
         const float* f = (const float*)qs;
-        for (u32 h = 0; h < heads; h++) {
+        for (u32 h = threadIdx.x % 4; h < heads; h += 4) {
             float a = 0.f;
             for (u32 i = 0; i < n; i++) a += f[h * n + i] * decode_index(bytes, i, r);
             total += wt[(u64)t * heads + h] * scale * fmaxf(a, 0.f);
         }
     }
-    scores[(u64)blockIdx.y * capacity + w] = total;
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (threadIdx.x % 4 == 0 && (int)blockIdx.x * 32 + (int)threadIdx.x / 4 < visible) scores[(u64)blockIdx.y * capacity + w] = total;
 }
 
 // A key that orders as the float does, larger first when compared as unsigned.
@@ -253,7 +306,8 @@ __device__ inline u32 order_key(float v) {
 
 // selected [T, topk]: the best rows, ascending; exact radix select, ties to the lower row. One token a block of 1024.
 extern "C" __global__ void __launch_bounds__(1024) select_rows(Step s, const float* scores, int* selected, u32 topk, u32 first, u32 capacity) {
-    __shared__ u32 histogram[256], found[2], warps[32], base[2];
+    wait_for_previous();
+    __shared__ u32 histogram[2048], found[2], warps[32], base[2];
     u32 t = first + blockIdx.x, tid = threadIdx.x;
     int* out = selected + (u64)t * topk;
     u32 visible = (s.pos[t] + 1) / 4;
@@ -263,21 +317,35 @@ extern "C" __global__ void __launch_bounds__(1024) select_rows(Step s, const flo
     }
     const float* x = scores + (u64)blockIdx.x * capacity;
     u32 prefix = 0, need = topk;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        if (tid < 256) histogram[tid] = 0;
+    // Eleven, eleven and ten bits from the top.
+    for (int pass = 0; pass < 3; pass++) {
+        int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
+        u32 bins = pass == 2 ? 1024 : 2048, mask = pass == 0 ? 0 : ~0u << (pass == 1 ? 21 : 10);
+        histogram[tid] = 0;
+        histogram[tid + 1024] = 0;
         __syncthreads();
-        u32 mask = shift == 24 ? 0 : ~0u << (shift + 8);
         for (u32 i = tid; i < visible; i += 1024) {
             u32 k = order_key(x[i]);
-            if ((k & mask) == prefix) atomicAdd(&histogram[k >> shift & 255], 1);
+            if ((k & mask) == prefix) atomicAdd(&histogram[k >> shift & (bins - 1)], 1);
         }
         __syncthreads();
-        if (tid == 0) {
-            u32 left = need;
-            int b = 255;
-            while (histogram[b] < left) left -= histogram[b--];
-            found[0] = prefix | (u32)b << shift;
-            found[1] = left;
+        // Thread i takes bins 2i' and 2i' + 1 from the top, and finds how many keys lie above them.
+        u32 hi = 2047 - 2 * tid, n1 = histogram[hi], n0 = histogram[hi - 1], sum = n0 + n1;
+        u32 above = sum;
+        for (int d = 1; d < 32; d *= 2) {
+            u32 o = __shfl_up_sync(~0u, above, d);
+            if (tid % 32 >= d) above += o;
+        }
+        if (tid % 32 == 31) warps[tid / 32] = above;
+        __syncthreads();
+        for (u32 w = 0; w < tid / 32; w++) above += warps[w];
+        above -= sum;
+        if (above < need && above + n1 >= need) {
+            found[0] = prefix | hi << shift;
+            found[1] = need - above;
+        } else if (above + n1 < need && above + sum >= need) {
+            found[0] = prefix | (hi - 1) << shift;
+            found[1] = need - above - n1;
         }
         __syncthreads();
         prefix = found[0];
@@ -359,6 +427,7 @@ __device__ inline const u8* locate(const Step& s, const Rows& r, const Attending
 
 // In f32, one head of one token a block of 128: scores, softmax with the sink, weighted sum, un-rotated.
 extern "C" __global__ void __launch_bounds__(128) attend_exact(Step s, Rows r, const __grid_constant__ Attending a) {
+    wait_for_previous();
     extern __shared__ float scores[];
     __shared__ float part[33], head[1024];
     u32 h = blockIdx.x, t = blockIdx.y;
@@ -414,6 +483,7 @@ extern "C" __global__ void __launch_bounds__(128) attend_exact(Step s, Rows r, c
 
 // The window takes the batch's rows: those that are among a segment's last `window`.
 extern "C" __global__ void __launch_bounds__(128) store_window(Step s, Rows r, const float* kv, u64 ring_at) {
+    wait_for_previous();
     u32 t = blockIdx.x;
     Segment g = s.segments[s.segment_of[t]];
     int i = (int)t - g.row;
@@ -421,59 +491,48 @@ extern "C" __global__ void __launch_bounds__(128) store_window(Step s, Rows r, c
     encode_main(kv + (u64)t * r.dim, s.frontiers + g.slot * s.frontier_bytes + ring_at + (u64)((g.pos + i) % r.window) * r.main_bytes, r);
 }
 
-// Experts [T, K] and gates from the scores [T, E]. One token a block of 256; E at most 1024.
-extern "C" __global__ void __launch_bounds__(256) route(Step s, const float* logits, const float* bias, const int* table, int* experts,
+// Experts [T, K] and gates from the scores [T, E]. One token a block of 128; E at most 1024.
+extern "C" __global__ void __launch_bounds__(128) route(Step s, const float* logits, const float* bias, const int* table, int* experts,
                                                         float* gates, u32 count, u32 k, float route_scale) {
-    __shared__ float score[1024], biased[1024], best_v[8];
-    __shared__ int best_i[8], chosen[32];
-    u32 t = blockIdx.x;
-    for (u32 e = threadIdx.x; e < count; e += 256) {
+    wait_for_previous();
+    __shared__ float score[1024], biased[1024];
+    u32 t = blockIdx.x, lane = threadIdx.x;
+    for (u32 e = threadIdx.x; e < count; e += 128) {
         score[e] = sqrtf(softplus(logits[(u64)t * count + e]));
         biased[e] = bias ? score[e] + bias[e] : 0.f;
     }
     __syncthreads();
+    if (threadIdx.x >= 32) return;
+    int mine = 0;
     for (u32 j = 0; j < k; j++) {
-        if (table) {
-            if (threadIdx.x == 0) chosen[j] = table[(u64)s.tokens[t] * k + j];
-            continue;
-        }
-        float v = -INFINITY;
         int at = 1 << 30;
-        for (u32 e = threadIdx.x; e < count; e += 256)
-            if (biased[e] > v || at == 1 << 30) {
-                v = biased[e];
-                at = e;
-            }
-        for (int o = 16; o; o >>= 1) {
-            float ov = __shfl_xor_sync(~0u, v, o);
-            int oi = __shfl_xor_sync(~0u, at, o);
-            if (ov > v || (ov == v && oi < at)) {
-                v = ov;
-                at = oi;
-            }
-        }
-        if (threadIdx.x % 32 == 0) {
-            best_v[threadIdx.x / 32] = v;
-            best_i[threadIdx.x / 32] = at;
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            for (int w = 1; w < 8; w++)
-                if (best_v[w] > v || (best_v[w] == v && best_i[w] < at)) {
-                    v = best_v[w];
-                    at = best_i[w];
+        if (table) {
+            at = table[(u64)s.tokens[t] * k + j];
+        } else {
+            float v = -INFINITY;
+            for (u32 e = lane; e < count; e += 32)
+                if (biased[e] > v || at == 1 << 30) {
+                    v = biased[e];
+                    at = e;
                 }
-            chosen[j] = at;
-            biased[at] = -INFINITY;
+            for (int o = 16; o; o >>= 1) {
+                float ov = __shfl_xor_sync(~0u, v, o);
+                int oi = __shfl_xor_sync(~0u, at, o);
+                if (ov > v || (ov == v && oi < at)) {
+                    v = ov;
+                    at = oi;
+                }
+            }
+            __syncwarp();
+            if (lane == 0) biased[at] = -INFINITY;
+            __syncwarp();
         }
-        __syncthreads();
+        if (lane == j) mine = at;
     }
-    if (threadIdx.x == 0) {
-        float sum = 0.f;
-        for (u32 j = 0; j < k; j++) sum += score[chosen[j]];
-        for (u32 j = 0; j < k; j++) {
-            experts[t * k + j] = chosen[j];
-            gates[t * k + j] = score[chosen[j]] / sum * route_scale;
-        }
+    float gate = lane < k ? score[mine] : 0.f, sum = 0.f;
+    for (u32 j = 0; j < k; j++) sum += __shfl_sync(~0u, gate, j);
+    if (lane < k) {
+        experts[t * k + lane] = mine;
+        gates[t * k + lane] = gate / sum * route_scale;
     }
 }

@@ -58,6 +58,15 @@ struct Rows {
     u32 window;
 };
 
+// First statement of every kernel. From sm_90 on the next kernel may start while this one runs, and each waits here for
+// all that the ones before it wrote.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ inline float warp_sum(float v) {
     for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
     return v;
@@ -169,9 +178,11 @@ __device__ inline void encode_main(const float* row, u8* out, const Rows& r) {
         if (lane == 0) out[nope + b] = e + 127;
     }
     for (int i = threadIdx.x; i < r.rope; i += blockDim.x) {
-        u16 h = __half_as_ushort(__float2half_rn(row[nope + i]));
-        out[nope + blocks + 2 * i] = h & 255;
-        out[nope + blocks + 2 * i + 1] = h >> 8;
+        u32 h = __half_as_ushort(__float2half_rn(row[nope + i]));
+        // Opaque to the compiler: nvcc 13.0 takes the store of the low byte for a conversion of the value to an integer.
+        asm volatile("" : "+r"(h));
+        out[nope + blocks + 2 * i] = (u8)h;
+        out[nope + blocks + 2 * i + 1] = (u8)(h >> 8);
     }
 }
 
@@ -203,6 +214,54 @@ __device__ inline void rope_tail(float* row, int dim, int pairs, const float* fr
         float a = tail[2 * i], b = tail[2 * i + 1];
         tail[2 * i] = a * c - b * s;
         tail[2 * i + 1] = a * s + b * c;
+    }
+}
+
+// Activations in 8 bits: a row of n values is n codes, then a scale for every 32, then a sum of the codes of every 16.
+__host__ __device__ constexpr u32 quantised_bytes(int tokens, int cols) { return tokens * (cols + cols / 8 + cols / 4); }
+
+// Block b of such a row, a value a lane.
+__device__ __forceinline__ void quantise32(float v, u8* row, int n, int b) {
+    int lane = threadIdx.x % 32;
+    float m = warp_max(fabsf(v));
+    int code = __float2int_rn(v * (m > 0.f ? 127.f / m : 0.f)), sum = code;
+    for (int d = 1; d < 16; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    ((int8_t*)row)[b * 32 + lane] = (int8_t)code;
+    if (lane % 16 == 0) ((int*)(row + n + n / 8))[2 * b + lane / 16] = sum;
+    if (lane == 0) ((float*)(row + n))[b] = m / 127.f;
+}
+
+// Ranges of memory that the next kernels will read, fetched towards the L2 cache while this one leaves the bus idle.
+struct Ahead {
+    const u8* at[8];
+    u32 bytes[8];
+    u32 count;
+};
+
+// One thread of every block asks for its share.
+__device__ __forceinline__ void fetch_ahead(const Ahead& a, u32 block, u32 blocks) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x != 0) return;
+    for (u32 i = 0; i < a.count; i++) {
+        u32 each = (a.bytes[i] / blocks + 15) & ~15u, first = each * block;
+        if (first >= a.bytes[i]) continue;
+        u32 n = min(each, a.bytes[i] - first) & ~15u;
+        if (n) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.at[i] + first), "r"(n));
+    }
+#endif
+}
+
+// Bytes, a multiple of 16, to shared memory: all loads of a thread before its first store.
+__device__ __forceinline__ void to_shared(u8* to, const u8* from, u32 bytes) {
+    u32 n = bytes / 16;
+    for (u32 i = threadIdx.x; i < n; i += 4 * blockDim.x) {
+        uint4 v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (i + j * blockDim.x < n) v[j] = ((const uint4*)from)[i + j * blockDim.x];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (i + j * blockDim.x < n) ((uint4*)to)[i + j * blockDim.x] = v[j];
     }
 }
 

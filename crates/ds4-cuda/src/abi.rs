@@ -15,7 +15,10 @@ macro_rules! param {
         unsafe impl Param for $t {}
     )* };
 }
-param!(u32, i32, u64, f32, Mat, Step, Rows, Products, ExpertMats, Mixing, Pooling, Attending);
+param!(
+    u32, i32, u64, f32, Mat, Step, Rows, Products, ExpertMats, Mixing, Pooling, Attending, Flash, Gemm,
+    Streams, Ahead, Grouped
+);
 
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -69,6 +72,8 @@ pub struct Product {
     pub y_stride: u32,
     pub group_rows: u32,
     pub first_block: u32,
+    pub x_codes: Ptr,
+    pub y_codes: Ptr,
 }
 
 /// Products that one launch holds.
@@ -92,6 +97,7 @@ pub struct ExpertMats {
     pub shared_up: Mat,
     pub shared_down: Mat,
     pub h: Ptr,
+    pub h_codes: Ptr,
     pub experts: Ptr,
     pub gates: Ptr,
     pub mid: Ptr,
@@ -113,12 +119,65 @@ pub struct Mixing {
     pub norm: Ptr,
     pub h: Ptr,
     pub mix: Ptr,
+    pub codes: Ptr,
     pub streams: u32,
     pub hidden: u32,
     pub iterations: u32,
     pub hc_eps: f32,
     pub rms_eps: f32,
 }
+
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Streams {
+    pub x: Ptr,
+    pub y: Ptr,
+    pub mix: Ptr,
+    pub w: Ptr,
+    pub shares: Ptr,
+    pub hidden: u32,
+}
+
+/// Ranges of memory that the next kernels read.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Ahead {
+    pub at: [Ptr; 8],
+    pub bytes: [u32; 8],
+    pub count: u32,
+}
+
+impl Ahead {
+    /// Adds the first bytes of a matrix, as many as keep the whole below `most`.
+    pub fn add(&mut self, m: &Mat, most: u32) {
+        let have: u32 = self.bytes.iter().sum();
+        let bytes = u64::from(m.rows) * u64::from(m.row_bytes);
+        let bytes = (bytes.min(u64::from(most.saturating_sub(have))) as u32) & !15;
+        let free = self.at.get_mut(self.count as usize).zip(self.bytes.get_mut(self.count as usize));
+        if let Some((at, n)) = free
+            && bytes > 0
+        {
+            (*at, *n) = (m.data, bytes);
+            self.count += 1;
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Grouped {
+    pub e: ExpertMats,
+    pub tiles: Ptr,
+    pub order: Ptr,
+    pub total: Ptr,
+    pub own: u32,
+}
+
+/// Tokens that share an expanded row in `expert_up_tiles` and `expert_down_tiles`.
+pub const SHARE: u32 = 4;
+
+/// Values that a block of 64 channels leaves in `streams_step`.
+pub const SHARES: usize = 36;
 
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -155,4 +214,77 @@ pub struct Attending {
     pub heads: u32,
     pub capacity: u32,
     pub scale: f32,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Flash {
+    pub a: Attending,
+    pub fresh: Ptr,
+    pub part: Ptr,
+    pub stats: Ptr,
+    pub codes: Ptr,
+    pub splits: u32,
+    pub next: Ahead,
+}
+
+/// Bytes of dynamic shared memory that `flash_*` take for heads of `dim` channels.
+pub const fn flash_shared(dim: u32) -> u32 {
+    2 * 2 * 32 * (dim + 8) + 4 * 32 * 36 + 2 * 32 * 40 + 4 * 32
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Gemm {
+    pub m: Mat,
+    pub up: Mat,
+    pub shared: Mat,
+    pub shared_up: Mat,
+    pub x: Ptr,
+    pub y: Ptr,
+    pub mid: Ptr,
+    pub tiles: Ptr,
+    pub order: Ptr,
+    pub total: Ptr,
+    pub gates: Ptr,
+    pub x_stride: u32,
+    pub y_stride: u32,
+    pub group_rows: u32,
+    pub tokens: u32,
+    pub experts: u32,
+    pub k: u32,
+    pub splits: u32,
+    pub clamp: f32,
+}
+
+/// Rows of a matrix and columns that one step of `gemm_*` takes.
+pub const GEMM_ROWS: u32 = 128;
+pub const GEMM_COLS: u32 = 64;
+
+/// Bytes of dynamic shared memory that `gemm_*` take for tiles of `tokens` tokens.
+pub const fn gemm_shared(tokens: u32) -> u32 {
+    2 * 2 * (GEMM_ROWS + tokens) * (GEMM_COLS + 8)
+}
+
+/// Bytes of dynamic shared memory that `index_scores_128` takes.
+pub const fn index_shared(heads: u32) -> u32 {
+    2 * (128 + heads) * 136
+}
+
+/// Bytes of dynamic shared memory that the kernels of gate and up take for `tokens` tokens.
+pub const fn expert_up_shared(hidden: u32, tokens: u32) -> u32 {
+    384 * 16 * 8 + quantised_bytes(tokens, hidden)
+}
+
+/// Blocks of the shared expert's `own` rows, and of `rows` rows of a routed one.
+pub const fn expert_blocks(own: u32, rows: u32) -> (u32, u32) {
+    (own.div_ceil(32), rows.div_ceil(64))
+}
+
+/// Rows of a block of `integer_*`, at most.
+pub const INTEGER_ROWS: u32 = 128;
+
+/// Bytes of `tokens` rows of `cols` activations in 8 bits.
+pub const fn quantised_bytes(tokens: u32, cols: u32) -> u32 {
+    tokens * (cols + cols / 8 + cols / 4)
 }

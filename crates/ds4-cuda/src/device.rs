@@ -11,8 +11,14 @@ use ds4_model::backend::Result;
 use crate::abi::{Param, Ptr};
 use crate::artefacts;
 
-/// Bytes of the pinned buffers that copies to and from the host go through.
-pub const STAGING: usize = 16 << 20;
+/// Bytes of each of the pinned buffers that copies to and from the host go through.
+const STAGING: usize = 32 << 20;
+/// Uploads take turns between this many buffers, so that one fills while the other travels.
+const TURNS: usize = 2;
+/// A copy into a pinned buffer is shared among threads in parts of at least this many bytes.
+const PART: usize = 2 << 20;
+/// Threads that share such a copy, at most.
+const THREADS: usize = 16;
 
 /// Memory of the card, freed with it.
 pub struct Memory {
@@ -38,7 +44,34 @@ impl Drop for Memory {
 /// Page-locked host memory, which the card copies from and to without a detour.
 struct Pinned {
     ptr: *mut u8,
+    /// Recorded behind the last copy that used it.
+    used: sys::CUevent,
     ctx: sys::CUcontext,
+}
+
+impl Pinned {
+    /// # Safety
+    /// `ctx` is current.
+    unsafe fn new(ctx: sys::CUcontext) -> std::result::Result<Pinned, DriverError> {
+        let used = result::event::create(sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING)?;
+        // SAFETY: the context is current.
+        let ptr = unsafe { result::malloc_host(STAGING, 0) }?.cast();
+        Ok(Pinned { ptr, used, ctx })
+    }
+}
+
+/// `from` into `to`, by several threads where it is long: one thread does not keep up with the bus.
+fn copy_shared(from: &[u8], to: &mut [u8]) {
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(THREADS));
+    let each = from.len().div_ceil(threads).max(PART);
+    if from.len() <= PART {
+        return to.copy_from_slice(from);
+    }
+    std::thread::scope(|scope| {
+        for (from, to) in from.chunks(each).zip(to.chunks_mut(each)) {
+            scope.spawn(|| to.copy_from_slice(from));
+        }
+    });
 }
 
 impl Drop for Pinned {
@@ -47,6 +80,7 @@ impl Drop for Pinned {
         unsafe {
             if result::ctx::set_current(self.ctx).is_ok() {
                 let _ = result::free_host(self.ptr.cast());
+                let _ = result::event::destroy(self.used);
             }
         }
     }
@@ -58,7 +92,11 @@ pub struct Device {
     stream: sys::CUstream,
     module: sys::CUmodule,
     functions: HashMap<&'static str, sys::CUfunction>,
-    pinned: Pinned,
+    /// Whether a kernel may start while the one before it ends; each waits for it itself (`wait_for_previous`).
+    overlaps: bool,
+    uploads: [Pinned; TURNS],
+    turn: Cell<usize>,
+    downloads: Pinned,
     /// Set by the first sticky error: the context is gone from then on.
     lost: Cell<bool>,
 }
@@ -76,6 +114,36 @@ pub fn count() -> usize {
     result::device::get_count().map_or(0, |n| n.max(0) as usize)
 }
 
+/// Bytes of memory that are free on the `ordinal`-th card; `None` where it does not answer.
+pub fn free_memory(ordinal: usize) -> Option<u64> {
+    if ordinal >= count() {
+        return None;
+    }
+    let dev = result::device::get(ordinal as i32).ok()?;
+    // SAFETY: `dev` came from the driver; the primary context is released again, and nothing of it is kept.
+    unsafe {
+        let ctx = result::primary_ctx::retain(dev).ok()?;
+        let free = result::ctx::set_current(ctx).and_then(|()| result::mem_get_info());
+        let released = result::primary_ctx::release(dev);
+        free.ok().zip(released.ok()).map(|((free, _), ())| free as u64)
+    }
+}
+
+/// Whether the `ordinal`-th card can be used, without setting anything up on it.
+pub fn probe(ordinal: usize) -> Result<()> {
+    let found = count();
+    if ordinal < found {
+        return Ok(());
+    }
+    Err(BackendError::Failed {
+        device: format!("cuda:{ordinal}"),
+        what: "device".into(),
+        reason: format!(
+            "{found} NVIDIA cards are visible here (driver 580 or newer is needed); --cpu computes on the processor"
+        ),
+    })
+}
+
 impl Device {
     pub fn open(ordinal: usize) -> Result<Device> {
         let name = format!("cuda:{ordinal}");
@@ -84,13 +152,7 @@ impl Device {
             what: what.into(),
             reason,
         };
-        let found = count();
-        if ordinal >= found {
-            return Err(failed(
-                "device",
-                format!("{found} NVIDIA cards are visible here (driver 580 or newer is needed)"),
-            ));
-        }
+        probe(ordinal)?;
         let step = |what: &'static str| {
             let failed = &failed;
             move |e: DriverError| failed(what, e.to_string())
@@ -117,15 +179,18 @@ impl Device {
             let stream =
                 result::stream::create(result::stream::StreamKind::NonBlocking).map_err(step("stream"))?;
             let module = result::module::load_data(image.as_ptr().cast()).map_err(step("kernels"))?;
-            let ptr = result::malloc_host(STAGING, 0).map_err(step("pinned memory"))?.cast();
-            let pinned = Pinned { ptr, ctx };
+            let pinned = || Pinned::new(ctx).map_err(step("pinned memory"));
+            let (uploads, downloads) = ([pinned()?, pinned()?], pinned()?);
             Ok(Device {
-                name,
+                name: name.clone(),
                 ctx,
                 stream,
                 module,
                 functions: HashMap::new(),
-                pinned,
+                overlaps: major >= 9 && std::env::var_os("NO_OVERLAP").is_none(),
+                uploads,
+                turn: Cell::new(0),
+                downloads,
                 lost: Cell::new(false),
             })
         }
@@ -207,12 +272,15 @@ impl Device {
         self.enter()?;
         let mut done = 0;
         for part in bytes.chunks(STAGING) {
-            self.synchronize(what)?;
-            // SAFETY: `part` fits the pinned buffer, which no copy in flight uses; the range is of a live allocation.
+            let buffer = &self.uploads[self.turn.get()];
+            self.turn.set((self.turn.get() + 1) % TURNS);
+            // SAFETY: the buffer's last copy has ended; `part` fits it; the range is of a live allocation.
             unsafe {
-                std::ptr::copy_nonoverlapping(part.as_ptr(), self.pinned.ptr, part.len());
-                let staged = std::slice::from_raw_parts(self.pinned.ptr, part.len());
+                result::event::synchronize(buffer.used).map_err(|e| self.error(what, e))?;
+                copy_shared(part, std::slice::from_raw_parts_mut(buffer.ptr, part.len()));
+                let staged = std::slice::from_raw_parts(buffer.ptr, part.len());
                 result::memcpy_htod_async(at + done, staged, self.stream).map_err(|e| self.error(what, e))?;
+                result::event::record(buffer.used, self.stream).map_err(|e| self.error(what, e))?;
             }
             done += part.len() as u64;
         }
@@ -224,9 +292,9 @@ impl Device {
         self.enter()?;
         let mut done = 0;
         for part in out.chunks_mut(STAGING) {
-            // SAFETY: as in `upload`; the stream is waited for before the buffer is read.
+            // SAFETY: as in `upload`; one buffer serves, since its copy is waited for here.
             unsafe {
-                let staged = std::slice::from_raw_parts_mut(self.pinned.ptr, part.len());
+                let staged = std::slice::from_raw_parts_mut(self.downloads.ptr, part.len());
                 self.synchronize(what)?;
                 result::memcpy_dtoh_async(staged, at + done, self.stream).map_err(|e| self.error(what, e))?;
                 self.synchronize(what)?;
@@ -277,9 +345,27 @@ impl Device {
         params: &mut [*mut c_void],
     ) -> Result<()> {
         let f = self.function(name)?;
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue_union { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig_st {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared,
+            hStream: self.stream,
+            attrs: &mut overlap,
+            numAttrs: u32::from(self.overlaps),
+        };
         // SAFETY: `launch!` builds the parameters from values of the kernel's own types; their pointers are of
         // allocations that live as long as the backend.
-        unsafe { result::launch_kernel(f, grid, (block, 1, 1), shared, self.stream, params) }
+        unsafe { sys::cuLaunchKernelEx(&config, f, params.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
             .map_err(|e| self.error(name, e))
     }
 

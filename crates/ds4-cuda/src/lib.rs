@@ -10,4 +10,4 @@ mod device;
 mod state;
 
 pub use backend::Cuda;
-pub use device::count;
+pub use device::{count, free_memory, probe};

@@ -3,7 +3,7 @@
 use ds4_model::backend::{PlanLine, Result, Setup};
 use ds4_model::{KvLayout, LayerKind};
 
-use crate::abi::{Ptr, Rows};
+use crate::abi::{self, Ptr, Rows};
 use crate::device::{Device, Memory};
 
 /// Bytes that the indexer's scores may take; longer batches are scored in parts.
@@ -28,6 +28,21 @@ pub struct Sizes {
     pub expert_width: usize,
     /// Rows that one token of a compressed layer can see.
     pub seen: usize,
+    /// Words of the experts' sorting: counts, their total, places, tiles.
+    pub sorted_words: usize,
+}
+
+/// Tokens whose projections are multiplied in 8-bit integers; more go through the tensor cores.
+pub const INTEGER_TOKENS: usize = 8;
+/// Tokens whose routed experts are multiplied in 8-bit integers.
+pub const FEW_TOKENS: usize = 64;
+
+/// Thread blocks that work is split into where the batch is too small to fill the card.
+pub const BLOCKS: usize = 264;
+
+/// Tiles of `bn` tokens that `rows` rows can need, grouped by expert.
+pub fn tile_bound(rows: usize, used: usize, experts: usize, bn: usize) -> usize {
+    (rows * used).min(experts) + rows * used / bn + rows.div_ceil(bn)
 }
 
 /// Windows that `rows` rows in `segments` segments touch, the unfinished ones included.
@@ -48,19 +63,26 @@ impl Sizes {
             index_rows,
             score_rows: (SCORE_BYTES / (4 * index_rows)).clamp(1, l.rows),
             expert_width: hp.expert_ff.max(hp.shared_ff),
+            sorted_words: hp.experts
+                + 2
+                + l.rows * (hp.experts_used + 1)
+                + 3 * tile_bound(l.rows, hp.experts_used, hp.experts, 16),
             seen: hp.window + hp.index_topk.max(l.context / 128),
         }
     }
 }
 
 /// Names and bytes, in the order of [`Buffers`].
-fn list(setup: &Setup) -> [(&'static str, usize); 18] {
+fn list(setup: &Setup) -> [(&'static str, usize); 32] {
     let (hp, l, z) = (&setup.hyper, &setup.limits, Sizes::new(setup));
     let indexed = setup.layout.layers.iter().any(|k| k.kind == LayerKind::Indexed);
     let when = |yes: bool, n: usize| if yes { n } else { 0 };
     let compressed = setup.layout.layers.iter().any(|k| k.kind != LayerKind::Window);
+    let fast = !setup.numerics.exact;
     let outputs = when(setup.layout.slice.head, l.outputs);
     let f = |n: usize| 4 * n;
+    let few = l.rows.min(FEW_TOKENS);
+    let codes = |n: usize| when(fast, abi::quantised_bytes(few as u32, n as u32) as usize);
     [
         ("key-value pages", l.pages * setup.layout.page_bytes),
         ("session frontiers", l.slots * setup.layout.frontier_bytes),
@@ -83,6 +105,20 @@ fn list(setup: &Setup) -> [(&'static str, usize); 18] {
         ("scratch: experts' parts", f(l.rows * (hp.experts_used + 1) * hp.hidden)),
         ("scratch: output streams", f(outputs * hp.streams * hp.hidden)),
         ("scratch: output rows", f(outputs * hp.hidden)),
+        ("scratch: sublayer input in f16", when(fast, 2 * l.rows * hp.hidden)),
+        ("scratch: product input in f16", when(fast, 2 * l.rows * hp.q_dim().max(hp.hidden))),
+        ("scratch: sorted experts", when(fast, 4 * z.sorted_words)),
+        ("scratch: stored rows", when(fast, l.rows * setup.layout.main_row_bytes)),
+        ("scratch: parts of sums", when(fast, f(BLOCKS * 128 * 128.max(hp.head_dim / 4)))),
+        ("scratch: split attention's sums", when(fast, 8 * BLOCKS * 32)),
+        ("scratch: key-value product", f(l.rows * hp.head_dim)),
+        ("scratch: indexer values", f(when(indexed, l.rows * 2 * hp.index_dim))),
+        ("scratch: indexer gates", f(when(indexed, l.rows * 2 * hp.index_dim))),
+        ("scratch: sublayer input in 8 bits", codes(hp.hidden)),
+        ("scratch: low-rank query in 8 bits", codes(hp.q_lora)),
+        ("scratch: attention output in 8 bits", codes(hp.q_dim())),
+        ("scratch: low-rank output in 8 bits", codes(hp.o_groups * hp.o_lora)),
+        ("scratch: shares of the streams", f(when(fast, few * hp.hidden.div_ceil(64) * abi::SHARES))),
     ]
 }
 
@@ -110,6 +146,20 @@ pub struct Buffers {
     pub parts: Memory,
     pub out_streams: Memory,
     pub out_rows: Memory,
+    pub half_h: Memory,
+    pub half_x: Memory,
+    pub sorted: Memory,
+    pub fresh: Memory,
+    pub split: Memory,
+    pub split_sums: Memory,
+    pub kv: Memory,
+    pub index_values: Memory,
+    pub index_gates: Memory,
+    pub codes_h: Memory,
+    pub codes_qr: Memory,
+    pub codes_o: Memory,
+    pub codes_low: Memory,
+    pub shares: Memory,
 }
 
 impl Buffers {
@@ -139,6 +189,20 @@ impl Buffers {
             parts: next()?,
             out_streams: next()?,
             out_rows: next()?,
+            half_h: next()?,
+            half_x: next()?,
+            sorted: next()?,
+            fresh: next()?,
+            split: next()?,
+            split_sums: next()?,
+            kv: next()?,
+            index_values: next()?,
+            index_gates: next()?,
+            codes_h: next()?,
+            codes_qr: next()?,
+            codes_o: next()?,
+            codes_low: next()?,
+            shares: next()?,
         };
         device.zero(b.frontiers.ptr, b.frontiers.bytes as usize)?;
         device.zero(b.tables.ptr, b.tables.bytes as usize)?;

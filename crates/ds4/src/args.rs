@@ -62,12 +62,32 @@ pub struct ModelArgs {
     /// Where to compute
     #[arg(long, value_enum, default_value_t = BackendChoice::Auto)]
     pub backend: BackendChoice,
+    /// Compute on an NVIDIA card (as --backend cuda)
+    #[arg(long, conflicts_with_all = ["backend", "cpu"])]
+    pub cuda: bool,
+    /// Compute on the processor (as --backend cpu)
+    #[arg(long, conflicts_with = "backend")]
+    pub cpu: bool,
+    /// Number of the NVIDIA card to compute on, as nvidia-smi lists them. Default: the first that has the memory
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16))]
+    pub gpu_devices: Vec<u16>,
     /// Threads of the CPU backend. Default: the cores that this process may use
     #[arg(short = 't', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
-    /// Prompt tokens per step
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub prefill_chunk: u32,
+    /// Prompt tokens per step. Default: 512 on the processor, 2048 on a card
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub prefill_chunk: Option<u32>,
+}
+
+impl ModelArgs {
+    /// The choice that the flags make together.
+    pub fn choice(&self) -> BackendChoice {
+        match (self.cuda, self.cpu) {
+            (true, _) => BackendChoice::Cuda,
+            (_, true) => BackendChoice::Cpu,
+            _ => self.backend,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -76,6 +96,8 @@ pub enum BackendChoice {
     Auto,
     /// This machine's processor
     Cpu,
+    /// An NVIDIA card; needs its driver (580 or newer), nothing else
+    Cuda,
     /// The clear f32 program that the others are tested against; slow, one thread
     Reference,
 }

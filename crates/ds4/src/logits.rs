@@ -8,7 +8,7 @@ use ds4_model::{Backend, Batch, Model, ModelError, Outputs, Setup};
 
 use crate::CliError;
 use crate::args::{LogitsArgs, ModelArgs, NumericArgs, ProbeArgs};
-use crate::device::{Job, Make, dispatch};
+use crate::device::{Device, Job, Make};
 use crate::open::{self, OpenModel};
 
 pub fn run(args: LogitsArgs) -> Result<(), CliError> {
@@ -54,7 +54,7 @@ type Rows<'a> = &'a mut dyn FnMut(usize, &[f32]) -> Result<(), CliError>;
 
 impl Pass<'_> {
     pub fn run(&self, device: &ModelArgs, rows: Rows<'_>) -> Result<(), CliError> {
-        dispatch(device, PassJob { pass: self, rows })
+        Device::choose(device, self.model.weight_bytes())?.run(PassJob { pass: self, rows })
     }
 }
 
@@ -107,7 +107,7 @@ pub fn probe(
         prompt.ok_or_else(|| CliError::Usage(format!("{flag} needs a prompt: -p TEXT or --prompt-file FILE")))
     };
     let mut out = std::io::stdout().lock();
-    let chunk = device.prefill_chunk as usize;
+    let chunk = Device::choose(device, model.weight_bytes())?.chunk(device);
     if args.dump_tokens {
         for (i, id) in need("--dump-tokens")?.iter().enumerate() {
             writeln!(out, "{i}\t{id}\t{}", show(*id))?;

@@ -52,6 +52,11 @@ impl OpenModel {
         Ok(Arc::new(tokenizer))
     }
 
+    /// Bytes of all tensors.
+    pub fn weight_bytes(&self) -> u64 {
+        self.gguf.tensors().map(|t| t.byte_len()).sum()
+    }
+
     /// Tokens of a conversation that the flags ask for.
     pub fn context(&self, args: &ModelArgs) -> usize {
         args.ctx.map_or(self.hyper.context.min(CONTEXT_DEFAULT) as usize, |c| c as usize)

@@ -3,12 +3,14 @@
 use std::io::Write;
 
 use ds4_cpu::Cpu;
+use ds4_cuda::Cuda;
 use ds4_model::plan::{self, Asked, Budget, Choice, MemoryPlan, Node, Settings, Size};
-use ds4_model::{KvLayout, LayerSlice};
+use ds4_model::{Backend, KvLayout, LayerSlice};
+use ds4_reference::Reference;
 use serde_json::{Value, json};
 
 use crate::CliError;
-use crate::args::PlanArgs;
+use crate::args::{BackendChoice, PlanArgs};
 use crate::open::{self, OpenModel};
 
 pub fn run(args: PlanArgs) -> Result<(), CliError> {
@@ -20,20 +22,23 @@ pub fn run(args: PlanArgs) -> Result<(), CliError> {
         None => LayerSlice::whole(total),
     };
     let context = model.context(&args.model);
+    // The header alone decides: `auto` plans for the processor, whatever this machine has.
+    let choice = args.model.choice();
+    let cuda = choice == BackendChoice::Cuda;
     let base = Settings {
         slice,
         context,
         sessions: args.sessions as usize,
-        chunk: args.model.prefill_chunk as usize,
+        chunk: args.model.prefill_chunk.map_or(if cuda { 2048 } else { 512 }, |n| n as usize),
         checkpoints: crate::session::CHECKPOINTS,
         spare_pages: KvLayout::pages_for(context).min(4096),
         rows,
         numerics,
     };
-    let plans = match (args.node.is_empty(), args.memory) {
-        (false, _) => nodes(&model, base, &args.node)?,
-        (true, Some(bytes)) => vec![(None, chosen(&model, base, &args, bytes)?)],
-        (true, None) => vec![(None, MemoryPlan::new::<Cpu>(&model.gguf, &model.hyper, base)?)],
+    let plans = match choice {
+        BackendChoice::Cuda => plans::<Cuda>(&model, base, &args)?,
+        BackendChoice::Reference => plans::<Reference>(&model, base, &args)?,
+        BackendChoice::Auto | BackendChoice::Cpu => plans::<Cpu>(&model, base, &args)?,
     };
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -51,10 +56,28 @@ pub fn run(args: PlanArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+/// A plan, or one for each of several machines.
+fn plans<B: Backend>(
+    model: &OpenModel,
+    base: Settings,
+    args: &PlanArgs,
+) -> Result<Vec<(Option<String>, MemoryPlan)>, CliError> {
+    Ok(match (args.node.is_empty(), args.memory) {
+        (false, _) => nodes::<B>(model, base, &args.node)?,
+        (true, Some(bytes)) => vec![(None, chosen::<B>(model, base, args, bytes)?)],
+        (true, None) => vec![(None, MemoryPlan::new::<B>(&model.gguf, &model.hyper, base)?)],
+    })
+}
+
 /// What fits into `bytes`, keeping the flags that were given.
-fn chosen(model: &OpenModel, base: Settings, args: &PlanArgs, bytes: u64) -> Result<MemoryPlan, CliError> {
+fn chosen<B: Backend>(
+    model: &OpenModel,
+    base: Settings,
+    args: &PlanArgs,
+    bytes: u64,
+) -> Result<MemoryPlan, CliError> {
     let asked = Asked { context: args.model.ctx.map(|c| c as usize), ..Asked::default() };
-    match plan::choose::<Cpu>(&model.gguf, &model.hyper, base, asked, &Budget::shared(bytes))? {
+    match plan::choose::<B>(&model.gguf, &model.hyper, base, asked, &Budget::shared(bytes))? {
         Choice::Fits(p) => Ok(p),
         Choice::Refused { plan, excess, nearest } => {
             let instead = nearest
@@ -65,12 +88,12 @@ fn chosen(model: &OpenModel, base: Settings, args: &PlanArgs, bytes: u64) -> Res
     }
 }
 
-fn nodes(
+fn nodes<B: Backend>(
     model: &OpenModel,
     base: Settings,
     nodes: &[Node],
 ) -> Result<Vec<(Option<String>, MemoryPlan)>, CliError> {
-    match plan::split::<Cpu>(&model.gguf, &model.hyper, base, nodes)? {
+    match plan::split::<B>(&model.gguf, &model.hyper, base, nodes)? {
         Ok(plans) => Ok(nodes.iter().map(|n| Some(n.name.clone())).zip(plans).collect()),
         Err(excess) => {
             let reason = format!("{} nodes together: {excess}", nodes.len());

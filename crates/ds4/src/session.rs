@@ -17,7 +17,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::CliError;
 use crate::args::{DrawArgs, ModelArgs, NumericArgs, RunArgs};
-use crate::device::{Job, Make, dispatch};
+use crate::device::{Device, Job, Make};
 use crate::open::{self, OpenModel};
 
 /// Places to take a conversation up again.
@@ -173,18 +173,19 @@ pub fn start(
 ) -> Result<EngineHandle, CliError> {
     let context = model.context(device);
     let (numerics, rows) = open::numeric_mode(numerics);
+    let place = Device::choose(device, model.weight_bytes())?;
     let settings = Settings {
         slice: LayerSlice::whole(model.hyper.layers.len()),
         context,
         sessions: sizes.sessions,
-        chunk: cluster.prefill_chunk().unwrap_or(device.prefill_chunk as usize).min(context),
+        chunk: cluster.prefill_chunk().unwrap_or(place.chunk(device)).min(context),
         checkpoints: CHECKPOINTS,
         spare_pages: sizes.spare_pages,
         rows,
         numerics,
     };
     let cluster = cluster.role(None)?.is_some().then(|| cluster.clone());
-    dispatch(device, Start { model, settings, tokenizer: tokenizer.clone(), cluster, config })
+    place.run(Start { model, settings, tokenizer: tokenizer.clone(), cluster, config })
 }
 
 struct Start {

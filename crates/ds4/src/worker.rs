@@ -1,6 +1,5 @@
 //! `ds4 worker`: a slice of the layers for a coordinator.
 
-use clap::ValueEnum;
 use ds4_cluster::args::{ClusterArgs, Role};
 use ds4_cluster::host::{MachineHost, StageAsk};
 use ds4_engine::Machine;
@@ -8,7 +7,7 @@ use ds4_model::{Backend, KvLayout, LayerSlice, Model, Setup};
 
 use crate::CliError;
 use crate::args::{Cli, ModelArgs};
-use crate::device::{Job, Make, dispatch};
+use crate::device::{Device, Job, Make};
 use crate::open::{self, OpenModel};
 
 /// Serves until it is told to end, and says why it does.
@@ -18,8 +17,11 @@ pub fn run(args: &ModelArgs, cluster: &ClusterArgs) -> Result<(), CliError> {
     let total = model.hyper.layers.len();
     let slice = cluster.slice(total)?.ok_or_else(|| CliError::Usage("a worker needs --layers".into()))?;
     let context = model.context(args);
-    let device = args.backend.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
-    let reason = dispatch(args, Work { model, slice, context, device, cluster: cluster.clone() })?;
+    // A slice's share of the weights, near enough for choosing a device.
+    let weights = model.weight_bytes() / total.max(1) as u64 * (slice.end - slice.first) as u64;
+    let place = Device::choose(args, weights)?;
+    let device = place.name().to_string();
+    let reason = place.run(Work { model, slice, context, device, cluster: cluster.clone() })?;
     eprintln!("ds4 worker ends: {reason}");
     Ok(())
 }

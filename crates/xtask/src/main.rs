@@ -4,6 +4,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Map, Value, json};
 
@@ -51,29 +53,62 @@ fn kernels(only: &[String]) -> Result<()> {
     let out = crate_dir.join("artefacts");
     std::fs::create_dir_all(&out).map_err(|e| format!("{}: {e}", out.display()))?;
     let nvcc = find_nvcc()?;
-    let mut built = Map::new();
-    for arch in CUBINS.iter().filter(|a| only.is_empty() || only.iter().any(|o| o == *a)) {
-        let file = out.join(format!("sm_{arch}.cubin"));
-        let log = compile(
-            &nvcc,
-            &crate_dir,
-            &format!("-gencode=arch=compute_{arch},code=sm_{arch}"),
-            "-cubin",
-            &file,
-        )?;
-        built.insert(format!("sm_{arch}"), report(&log));
-        pack(&file)?;
+    let mut jobs: Vec<(String, String, &str)> = CUBINS
+        .iter()
+        .filter(|a| only.is_empty() || only.iter().any(|o| o == *a))
+        .map(|a| (format!("sm_{a}.cubin"), format!("-gencode=arch=compute_{a},code=sm_{a}"), "-cubin"))
+        .collect();
+    if only.is_empty() {
+        jobs.push((format!("compute_{PTX}.ptx"), format!("-arch=compute_{PTX}"), "-ptx"));
     }
+    let built = compile_all(&nvcc, &crate_dir, &out, &jobs)?;
     if !only.is_empty() {
         return Ok(());
     }
-    let file = out.join(format!("compute_{PTX}.ptx"));
-    compile(&nvcc, &crate_dir, &format!("-arch=compute_{PTX}"), "-ptx", &file)?;
-    pack(&file)?;
     let manifest = json!({ "source": source_hash(&crate_dir.join("kernels"))?, "kernels": built });
     let text = serde_json::to_string_pretty(&manifest).map_err(|e| e.to_string())?;
     let file = out.join("manifest.json");
     std::fs::write(&file, text + "\n").map_err(|e| format!("{}: {e}", file.display()))
+}
+
+/// Runs the jobs (file, target, kind), as many at once as there are processors, and reports on each cubin.
+fn compile_all(
+    nvcc: &Path,
+    crate_dir: &Path,
+    out: &Path,
+    jobs: &[(String, String, &str)],
+) -> Result<Map<String, Value>> {
+    let next = AtomicUsize::new(0);
+    let built = Mutex::new(Ok(Map::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, |n| n.get()).min(jobs.len()) {
+            scope.spawn(|| {
+                while let Some((name, arch, kind)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let file = out.join(name);
+                    let done =
+                        compile(nvcc, crate_dir, arch, kind, &file).and_then(|log| pack(&file).map(|()| log));
+                    if let Ok(log) = &done
+                        && let Value::Object(kernels) = report(log)
+                    {
+                        for (k, v) in kernels.iter().filter(|(_, v)| v[1] != json!(0)) {
+                            eprintln!("xtask: {name}: {k} spills {} bytes", v[1]);
+                        }
+                    }
+                    let mut built = built.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    match (&mut *built, done) {
+                        (Ok(map), Ok(log)) if *kind == "-cubin" => {
+                            map.insert(name.trim_end_matches(".cubin").to_string(), report(&log));
+                        }
+                        (Ok(_), Err(e)) => *built = Err(e),
+                        _ => {}
+                    }
+                }
+            });
+        }
+    });
+    let mut built = built.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)?;
+    built.sort_keys();
+    Ok(built)
 }
 
 /// One hash over all kernel sources, names included; `ds4-cuda`'s test computes the same.
@@ -125,8 +160,7 @@ fn report(log: &str) -> Value {
 /// Replaces `file` by its zstd-compressed form.
 fn pack(file: &Path) -> Result<()> {
     let bytes = std::fs::read(file).map_err(|e| format!("{}: {e}", file.display()))?;
-    let packed =
-        ruzstd::encoding::compress_to_vec(bytes.as_slice(), ruzstd::encoding::CompressionLevel::Fastest);
+    let packed = zstd::bulk::compress(&bytes, 19).map_err(|e| format!("{}: {e}", file.display()))?;
     let target = PathBuf::from(format!("{}.zst", file.display()));
     std::fs::write(&target, packed).map_err(|e| format!("{}: {e}", target.display()))?;
     std::fs::remove_file(file).map_err(|e| format!("{}: {e}", file.display()))
