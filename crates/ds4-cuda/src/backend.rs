@@ -638,7 +638,7 @@ impl Backend for Cuda {
                 return Err(self.unsupported(what, format!("{found}, at most {most}")));
             }
         }
-        if !matches!(hp.streams, 2 | 4) || hp.hidden % 4 != 0 {
+        if !matches!(hp.streams, 2 | 4) || !hp.hidden.is_multiple_of(4) {
             return Err(self.unsupported(
                 "residual streams",
                 format!("{} of {} channels; 2 or 4 of a multiple of 4 channels", hp.streams, hp.hidden),

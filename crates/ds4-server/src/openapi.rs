@@ -95,7 +95,8 @@ fn plain(name: &str, what: &str, kind: &str) -> Value {
 }
 
 fn with_id(mut operation: Value) -> Value {
-    operation["parameters"] = json!([{"name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1}}]);
+    operation["parameters"] =
+        json!([{"name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1}}]);
     operation
 }
 
