@@ -49,18 +49,15 @@ impl Device {
             return Err(CliError::Usage("--gpu-devices: no card is used with this backend".into()));
         }
         let cpu = || Device::Cpu { threads: args.threads.map_or_else(ds4_cpu::default_threads, usize::from) };
+        let fits = |n: &usize| ds4_cuda::free_memory(*n).is_some_and(|free| free >= weights + ROOM);
+        let card =
+            || named.or_else(|| (0..ds4_cuda::count()).find(fits)).map(|ordinal| Device::Cuda { ordinal });
         Ok(match choice {
             BackendChoice::Reference => Device::Reference,
             BackendChoice::Cpu => cpu(),
-            BackendChoice::Cuda => Device::Cuda { ordinal: named.unwrap_or(0) },
-            BackendChoice::Auto => match named {
-                Some(ordinal) => Device::Cuda { ordinal },
-                None => {
-                    let fits =
-                        |n: &usize| ds4_cuda::free_memory(*n).is_some_and(|free| free >= weights + ROOM);
-                    (0..ds4_cuda::count()).find(fits).map_or_else(cpu, |ordinal| Device::Cuda { ordinal })
-                }
-            },
+            // Where none has the memory, opening the first says by name what is missing.
+            BackendChoice::Cuda => card().unwrap_or(Device::Cuda { ordinal: 0 }),
+            BackendChoice::Auto => card().unwrap_or_else(cpu),
         })
     }
 

@@ -130,6 +130,26 @@ fn help_man_page_and_completions_come_from_one_definition() {
 }
 
 #[test]
+fn the_usage_of_ds4_server_is_a_command_that_exists() {
+    let help = Command::new(env!("CARGO_BIN_EXE_ds4-server")).arg("--help").output().unwrap();
+    assert!(stdout(&help).contains("Usage: ds4 serve [OPTIONS]"), "{help:?}");
+    assert_eq!(stdout(&ds4(&["serve", "--help"])), stdout(&help));
+}
+
+#[test]
+fn cards_that_cannot_be_used_are_refused_by_name() {
+    // More cards than any machine has, so that it holds with and without one.
+    let absent = ds4(&["--cuda", "--gpu-devices", "999", "-p", "Hello"]);
+    assert_eq!(absent.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&absent.stderr).contains("cuda:999"), "{absent:?}");
+    for args in [&["--cpu", "--gpu-devices", "0"][..], &["--gpu-devices", "0,1"]] {
+        let refused = ds4(&[args, &["-p", "Hello"]].concat());
+        assert_eq!(refused.status.code(), Some(2), "{args:?}");
+        assert!(String::from_utf8_lossy(&refused.stderr).contains("--gpu-devices"), "{refused:?}");
+    }
+}
+
+#[test]
 fn plans_come_from_the_header() {
     let plan = |args: &[&str]| stdout(&ds4(&[&["plan", "--json"], args].concat()));
     let one: serde_json::Value = serde_json::from_str(&plan(&["-c", "4096"])).unwrap();

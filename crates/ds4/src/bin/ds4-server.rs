@@ -1,9 +1,8 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// `ds4-server …` is `ds4 serve …`.
+/// `ds4-server …` is `ds4 serve …`, and says so in its usage.
 fn main() -> ExitCode {
-    let mut argv: Vec<OsString> = std::env::args_os().collect();
-    argv.insert(1.min(argv.len()), "serve".into());
-    ds4_cli::main(argv)
+    let flags = std::env::args_os().skip(1);
+    ds4_cli::main(["ds4".into(), "serve".into()].into_iter().chain(flags).collect::<Vec<OsString>>())
 }
