@@ -2,12 +2,29 @@
 
 use ds4_model::backend::Result;
 use ds4_model::weights::{Attention, Layer};
-use ds4_model::{KvLayout, RowFormat, rounding};
+use ds4_model::{KvLayout, LayerKind, RowFormat, rounding};
 use ds4_reference::math;
 
 use crate::matrix::Failures;
 use crate::pool::Parts;
 use crate::{Cpu, failed};
+
+/// Heads whose products with a row are formed together.
+pub const HEADS: usize = crate::dot::F32_ROWS;
+
+/// Which of [`Cpu`]'s rotations a layer uses.
+pub fn turn_kind(kind: LayerKind) -> usize {
+    usize::from(kind != LayerKind::Window)
+}
+
+/// [`math::rope_tail`] with sines and cosines at hand.
+pub fn turn_tail(x: &mut [f32], turns: &[(f32, f32)], inverse: bool) {
+    let tail = x.len() - 2 * turns.len();
+    for (pair, (sin, cos)) in x[tail..].chunks_exact_mut(2).zip(turns) {
+        let sin = if inverse { -sin } else { *sin };
+        (pair[0], pair[1]) = (pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos);
+    }
+}
 
 impl Cpu {
     pub(crate) fn project_q_rows(
@@ -24,16 +41,15 @@ impl Cpu {
         self.worker.multiply(&w.q_a, &h[..rows * hp.hidden], qr)?;
         qr.chunks_exact_mut(hp.q_lora).for_each(|row| math::rms_norm(row, &w.q_norm, hp.rms_eps));
         self.worker.multiply(&w.q_b, qr, q)?;
-        let freqs = self.freqs(layer.kind).to_vec();
-        let positions: Vec<usize> = self.batch.positions().collect();
-        let (d, heads) = (hp.head_dim, hp.heads);
+        let turns = &self.turns[turn_kind(layer.kind)];
+        let (d, heads, pairs) = (hp.head_dim, hp.heads, hp.rope_dim / 2);
         let parts = Parts::new(q);
         self.worker.pool.split(rows * heads, |_, part| {
             for i in part {
                 // SAFETY: every head of every row is one thread's.
                 let head = unsafe { parts.slice(i * d..(i + 1) * d) };
                 math::rms_norm(head, &[], hp.rms_eps);
-                math::rope_tail(head, positions[i / heads], &freqs, false);
+                turn_tail(head, &turns[i / heads * pairs..][..pairs], false);
             }
         });
         Ok(())
@@ -45,11 +61,11 @@ impl Cpu {
         let (rows, w) = (self.batch.len(), &layer.attention);
         let kv = &mut kv[..rows * hp.head_dim];
         self.worker.multiply(&w.kv, &h[..rows * hp.hidden], kv)?;
-        let freqs = self.freqs(layer.kind);
+        let (turns, pairs) = (&self.turns[turn_kind(layer.kind)], hp.rope_dim / 2);
         let mut stored = vec![0u8; setup.layout.main_row_bytes];
-        for (row, pos) in kv.chunks_exact_mut(hp.head_dim).zip(self.batch.positions()) {
+        for (row, turns) in kv.chunks_exact_mut(hp.head_dim).zip(turns.chunks_exact(pairs)) {
             math::rms_norm(row, &w.kv_norm, hp.rms_eps);
-            math::rope_tail(row, pos, freqs, false);
+            turn_tail(row, turns, false);
             match setup.layout.format {
                 RowFormat::F32 if setup.numerics.qat => rounding::fp8_round(&mut row[..hp.nope_dim()]),
                 RowFormat::F32 => {}
@@ -76,7 +92,7 @@ impl Cpu {
         let (d, window, heads) = (hp.head_dim, hp.window, hp.heads);
         let (q_dim, topk) = (hp.q_dim(), hp.index_topk);
         let scale = 1.0 / (d as f32).sqrt();
-        let freqs = self.freqs(layer.kind).to_vec();
+        let (turns, pairs) = (&self.turns[turn_kind(layer.kind)], hp.rope_dim / 2);
         let tokens: Vec<(ds4_model::Segment, usize)> =
             self.batch.segments().iter().flat_map(|s| (0..s.len).map(|t| (*s, t))).collect();
 
@@ -99,12 +115,11 @@ impl Cpu {
                 (Some(ratio), None) => (pos + 1) / ratio,
             };
             let n = raw.len() + compressed;
-            if scratch.len() < n * (d + 1) {
+            if scratch.len() < n * (d + HEADS) {
                 return failures
                     .note(Err(failed("attention", format!("{n} rows are more than were planned for"))));
             }
             let (seen, scores) = scratch.split_at_mut(n * d);
-            let scores = &mut scores[..n];
             let mut rows = seen.chunks_exact_mut(d);
             for (p, row) in raw.clone().zip(&mut rows) {
                 if p >= segment.pos {
@@ -112,7 +127,8 @@ impl Cpu {
                     row.copy_from_slice(&kv[at..at + d]);
                 } else {
                     let at = place.ring_at + p % window * layout.main_row_bytes;
-                    layout.decode_main(&state.frontier(segment.slot)[at..at + layout.main_row_bytes], row);
+                    let bytes = &state.frontier(segment.slot)[at..at + layout.main_row_bytes];
+                    (kernels.decode_main)(layout, bytes, row);
                 }
             }
             for (i, row) in rows.enumerate() {
@@ -123,28 +139,42 @@ impl Cpu {
                     Err(e) => return failures.note(Err(e)),
                 };
                 let at = place.rows_at + within * layout.main_row_bytes;
-                layout.decode_main(&page[at..at + layout.main_row_bytes], row);
+                (kernels.decode_main)(layout, &page[at..at + layout.main_row_bytes], row);
             }
-            for head in heads * cut / cuts..heads * (cut + 1) / cuts {
-                let at = r * q_dim + head * d;
-                // SAFETY: this unit alone has this head of this row.
-                let out = unsafe { out.slice(at..at + d) };
-                let q = &q[at..at + d];
-                let sink = layer.attention.sinks[head];
-                let mut max = sink;
-                for (s, row) in scores.iter_mut().zip(seen.chunks_exact(d)) {
-                    *s = (kernels.f32)(q, row) * scale;
-                    max = max.max(*s);
+            let turns = &turns[r * pairs..(r + 1) * pairs];
+            let part = heads * cut / cuts..heads * (cut + 1) / cuts;
+            for first in part.clone().step_by(HEADS) {
+                let count = HEADS.min(part.end - first);
+                let at = r * q_dim + first * d;
+                // SAFETY: this unit alone has these heads of this row.
+                let out = unsafe { out.slice(at..at + count * d) };
+                let q = |h: usize| &q[at + h.min(count - 1) * d..at + (h.min(count - 1) + 1) * d];
+                let scores = &mut scores[..HEADS * n];
+                let mut pairs = seen.chunks_exact(2 * d);
+                for (i, two) in (&mut pairs).enumerate() {
+                    let tile = (kernels.f32_tile)(std::array::from_fn(q), [&two[..d], &two[d..]]);
+                    for (h, tile) in tile.into_iter().enumerate() {
+                        (scores[h * n + 2 * i], scores[h * n + 2 * i + 1]) =
+                            (tile[0] * scale, tile[1] * scale);
+                    }
                 }
-                let mut total = (sink - max).exp();
+                if n % 2 == 1 {
+                    (0..count)
+                        .for_each(|h| scores[h * n + n - 1] = (kernels.f32)(q(h), pairs.remainder()) * scale);
+                }
+                let mut totals = [0f32; HEADS];
+                for (h, total) in totals.iter_mut().enumerate().take(count) {
+                    let scores = &mut scores[h * n..(h + 1) * n];
+                    let sink = layer.attention.sinks[first + h];
+                    let max = scores.iter().fold(sink, |m, s| m.max(*s));
+                    *total = (sink - max).exp() + (kernels.exp)(scores, max);
+                }
                 out.fill(0.0);
-                for (s, row) in scores.iter().zip(seen.chunks_exact(d)) {
-                    let e = (s - max).exp();
-                    total += e;
-                    (kernels.axpy)(out, e, row);
+                (kernels.weighted)(&scores[..count * n], n, seen, d, out);
+                for (out, total) in out.chunks_exact_mut(d).zip(totals) {
+                    out.iter_mut().for_each(|v| *v /= total);
+                    turn_tail(out, turns, true);
                 }
-                out.iter_mut().for_each(|v| *v /= total);
-                math::rope_tail(out, pos, &freqs, true);
             }
         });
         failures.result()?;

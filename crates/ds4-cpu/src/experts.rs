@@ -4,6 +4,7 @@ use ds4_model::backend::Result;
 use ds4_model::weights::{Choice, Experts, Router};
 use ds4_reference::math;
 
+use crate::matrix::Worker;
 use crate::pool::Parts;
 use crate::{Cpu, failed};
 
@@ -75,16 +76,9 @@ impl Cpu {
         self.worker.multiply_grouped(&w.up, &groups, h, |p| p / k, b)?;
         self.worker.multiply_grouped(&w.shared_gate, &shared, h, |r| r, a_shared)?;
         self.worker.multiply_grouped(&w.shared_up, &shared, h, |r| r, b_shared)?;
+        activate(&mut self.worker, &mut a[..pairs * width], &b[..pairs * width], width, Some(gates), w.clamp);
         activate(
-            &mut self.worker.pool,
-            &mut a[..pairs * width],
-            &b[..pairs * width],
-            width,
-            Some(gates),
-            w.clamp,
-        );
-        activate(
-            &mut self.worker.pool,
+            &mut self.worker,
             &mut a_shared[..rows * width],
             &b_shared[..rows * width],
             width,
@@ -111,24 +105,15 @@ impl Cpu {
 }
 
 /// `a = gate * act(a, b)`, row by row.
-fn activate(
-    pool: &mut crate::pool::Pool,
-    a: &mut [f32],
-    b: &[f32],
-    width: usize,
-    gates: Option<&[f32]>,
-    clamp: f32,
-) {
+fn activate(worker: &mut Worker, a: &mut [f32], b: &[f32], width: usize, gates: Option<&[f32]>, clamp: f32) {
     let rows = a.len() / width;
-    let a = Parts::new(a);
-    pool.split(rows, |_, part| {
+    let (a, kernels) = (Parts::new(a), worker.kernels);
+    worker.pool.split(rows, |_, part| {
         for r in part {
             // SAFETY: every row is one thread's.
             let a = unsafe { a.slice(r * width..(r + 1) * width) };
             let gate = gates.map_or(1.0, |g| g[r]);
-            for (a, b) in a.iter_mut().zip(&b[r * width..]) {
-                *a = math::swiglu(*a, *b, clamp) * gate;
-            }
+            (kernels.swiglu)(a, &b[r * width..(r + 1) * width], clamp, gate);
         }
     });
 }

@@ -3,9 +3,9 @@
 use ds4_model::backend::{NO_ROW, Result};
 use ds4_model::weights::{Indexer, Layer};
 use ds4_model::{KvLayout, rounding};
-use ds4_reference::math;
 
 use crate::Cpu;
+use crate::attention::{turn_kind, turn_tail};
 use crate::matrix::Failures;
 use crate::pool::Parts;
 
@@ -23,7 +23,7 @@ impl Cpu {
         let (heads, dim, topk, qat) = (hp.index_heads, hp.index_dim, hp.index_topk, setup.numerics.qat);
         let layout = setup.layout.clone();
         let kv = layout.layer(layer.index).clone();
-        let freqs = self.freqs(layer.kind).to_vec();
+        let (turns, pairs) = (&self.turns[turn_kind(layer.kind)], hp.rope_dim / 2);
         let rows = self.batch.len();
 
         let q = &mut self.scratch.a[..rows * heads * dim];
@@ -59,7 +59,7 @@ impl Cpu {
                 return;
             }
             for head in q.chunks_exact_mut(dim) {
-                math::rope_tail(head, pos, &freqs, false);
+                turn_tail(head, &turns[r * pairs..(r + 1) * pairs], false);
                 if qat {
                     rounding::hadamard(head);
                     rounding::fp4_round(head);
@@ -74,7 +74,7 @@ impl Cpu {
                     Err(e) => return failures.note(Err(e)),
                 };
                 let at = kv.index_at + within * layout.index_row_bytes;
-                layout.decode_index(&page[at..at + layout.index_row_bytes], key);
+                (kernels.decode_index)(&layout, &page[at..at + layout.index_row_bytes], key);
                 *score = q
                     .chunks_exact(dim)
                     .zip(&weights[r * heads..])

@@ -97,7 +97,7 @@ impl Scratch {
         ];
         let rows = hp.window + hp.index_topk.max(setup.limits.context / 128) + 1;
         let scores = setup.limits.context / 4 + hp.index_dim;
-        (t * widest.into_iter().max().unwrap_or(0), (rows * (hp.head_dim + 1)).max(scores))
+        (t * widest.into_iter().max().unwrap_or(0), (rows * (hp.head_dim + attention::HEADS)).max(scores))
     }
 }
 
@@ -107,6 +107,8 @@ pub struct Cpu {
     setup: Option<Setup>,
     /// Rotary frequencies of sliding and of compressed layers.
     freqs: [Vec<f32>; 2],
+    /// Their sines and cosines at each row's position, `[rows, rope_dim / 2]`.
+    turns: [Vec<(f32, f32)>; 2],
     state: State,
     batch: Batch,
     scratch: Scratch,
@@ -125,6 +127,7 @@ impl Cpu {
             worker: Worker::new(pool, Kernels::detect()),
             setup: None,
             freqs: Default::default(),
+            turns: Default::default(),
             state: State::default(),
             batch: Batch::new(),
             scratch: Scratch::default(),
@@ -174,7 +177,10 @@ impl Backend for Cpu {
         let mut lines = State::plan(setup);
         lines.push(PlanLine {
             name: "scratch".into(),
-            bytes: 8 * a as u64 + threads * 4 * (seen + Self::widest_input(setup)) as u64,
+            bytes: 8 * (a + setup.limits.rows * setup.hyper.rope_dim) as u64
+                + threads
+                    * (4 * seen as u64
+                        + Worker::scratch_bytes(setup.numerics.exact, Self::widest_input(setup))),
         });
         if !setup.numerics.exact {
             let bytes = quant::Buffer::bytes(Self::input_values(setup));
@@ -189,6 +195,7 @@ impl Backend for Cpu {
 
     fn prepare(&mut self, setup: &Setup) -> Result<()> {
         self.freqs = [LayerKind::Window, LayerKind::Indexed].map(|kind| setup.hyper.rope_freqs(kind));
+        self.turns = [(); 2].map(|()| Vec::with_capacity(setup.limits.rows * setup.hyper.rope_dim / 2));
         self.state = State::new(setup);
         let (a, seen) = Scratch::sizes(setup);
         let seen = vec![vec![0.0; seen]; self.worker.pool.threads()];
@@ -281,6 +288,12 @@ impl Backend for Cpu {
 
     fn begin(&mut self, batch: &Batch) -> Result<()> {
         self.batch = batch.clone();
+        for (turns, freqs) in self.turns.iter_mut().zip(&self.freqs) {
+            turns.clear();
+            for pos in batch.positions() {
+                turns.extend(freqs.iter().map(|f| (pos as f32 * f).sin_cos()));
+            }
+        }
         Ok(())
     }
 

@@ -3,9 +3,9 @@
 /// How many values share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// For Q8_0 weights.
+    /// For weights in blocks of 32: Q8_0, MXFP4.
     Blocks32,
-    /// For the K-quants and IQ2_XXS; with sums of every 16 values for their minima.
+    /// For weights in super-blocks: the K-quants and IQ2_XXS.
     Blocks256,
 }
 
@@ -23,7 +23,7 @@ impl Activations {
 pub struct Quantised<'a> {
     pub q: &'a [i8],
     pub scales: &'a [f32],
-    /// Sums of 16 values of `q` each; empty for blocks of 32.
+    /// Sums of 16 values of `q` each.
     pub sums: &'a [i16],
 }
 
@@ -35,15 +35,24 @@ impl Quantised<'_> {
     }
 }
 
-/// Quantises one row into its parts.
+/// Quantises one row into its parts. A value that is not finite makes its block's scale NaN, so that it is seen.
 pub fn quantise(block: usize, x: &[f32], q: &mut [i8], scales: &mut [f32], sums: &mut [i16]) {
+    const LANES: usize = 16;
     for ((x, q), scale) in x.chunks_exact(block).zip(q.chunks_exact_mut(block)).zip(scales) {
-        let amax = x.iter().fold(0f32, |m, v| m.max(v.abs()));
-        *scale = amax / 127.0;
+        let (mut top, mut poison) = ([0f32; LANES], [0f32; LANES]);
+        for x in x.chunks_exact(LANES) {
+            for i in 0..LANES {
+                let a = x[i].abs();
+                top[i] = if a > top[i] { a } else { top[i] };
+                poison[i] += x[i] * 0.0;
+            }
+        }
+        let amax = top.iter().fold(0f32, |m, v| if *v > m { *v } else { m });
         let inverse = if amax > 0.0 { 127.0 / amax } else { 0.0 };
+        *scale = amax / 127.0 + poison.iter().sum::<f32>();
         for (q, v) in q.iter_mut().zip(x) {
-            // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
-            *q = ((v * inverse + 12_582_912.0) - 12_582_912.0) as i8;
+            // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; the integer is in the lowest bits.
+            *q = (v * inverse + 12_582_912.0).to_bits() as i8;
         }
     }
     for (s, q) in sums.iter_mut().zip(q.chunks_exact(16)) {
@@ -84,8 +93,11 @@ impl Buffer {
 
     pub fn row(&self, i: usize) -> Quantised<'_> {
         let (n, s, g) = (self.cols, self.cols / self.block, self.cols / 16);
-        let sums = if self.block == 256 { &self.sums[i * g..(i + 1) * g] } else { &[] };
-        Quantised { q: &self.q[i * n..(i + 1) * n], scales: &self.scales[i * s..(i + 1) * s], sums }
+        Quantised {
+            q: &self.q[i * n..(i + 1) * n],
+            scales: &self.scales[i * s..(i + 1) * s],
+            sums: &self.sums[i * g..(i + 1) * g],
+        }
     }
 
     #[cfg(test)]
@@ -107,6 +119,32 @@ impl Buffer {
                 &mut self.scales[i * s..(i + 1) * s],
                 &mut self.sums[i * g..(i + 1) * g],
             );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nearest_even_and_exact_scale() {
+        let mut x = [0f32; 32];
+        (x[0], x[1], x[2], x[3], x[4]) = (127.0, -127.0, 2.5, -3.5, 0.4);
+        let (mut q, mut s, mut sums) = ([0i8; 32], [0f32; 1], [0i16; 2]);
+        quantise(32, &x, &mut q, &mut s, &mut sums);
+        assert_eq!((q[0], q[1], q[2], q[3], q[4], s[0]), (127, -127, 2, -4, 0, 1.0));
+        assert_eq!(sums, [-2, 0]);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_seen() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = [1f32; 32];
+            x[9] = bad;
+            let (mut q, mut s, mut sums) = ([0i8; 32], [0f32; 1], [0i16; 2]);
+            quantise(32, &x, &mut q, &mut s, &mut sums);
+            assert!(s[0].is_nan(), "{bad}");
         }
     }
 }

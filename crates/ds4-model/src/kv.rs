@@ -167,6 +167,8 @@ impl KvLayout {
         }
     }
 
+    // Always inlined, so that a backend's vector code has it with its own instruction set.
+    #[inline(always)]
     pub fn decode_main(&self, bytes: &[u8], row: &mut [f32]) {
         match self.format {
             RowFormat::F32 => decode_f32(bytes, row),
@@ -203,6 +205,8 @@ impl KvLayout {
         }
     }
 
+    // Always inlined, so that a backend's vector code has it with its own instruction set.
+    #[inline(always)]
     pub fn decode_index(&self, bytes: &[u8], row: &mut [f32]) {
         match self.format {
             RowFormat::F32 => decode_f32(bytes, row),
@@ -233,6 +237,7 @@ fn encode_f32(row: &[f32], out: &mut [u8]) {
     }
 }
 
+#[inline(always)]
 fn decode_f32(bytes: &[u8], row: &mut [f32]) {
     for (v, b) in row.iter_mut().zip(bytes.chunks_exact(4)) {
         *v = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);

@@ -47,7 +47,7 @@ pub fn e4m3_encode(v: f32) -> u8 {
 }
 
 /// Value of an E4M3 code; the two NaN codes do not occur in what `e4m3_encode` writes.
-#[inline]
+#[inline(always)]
 pub fn e4m3_decode(code: u8) -> f32 {
     let (e, m) = ((code >> 3) & 15, code & 7);
     let a = if e == 0 {
@@ -75,7 +75,7 @@ pub fn e2m1_encode(v: f32) -> u8 {
     code | (u8::from(v.is_sign_negative()) << 3)
 }
 
-#[inline]
+#[inline(always)]
 pub fn e2m1_decode(code: u8) -> f32 {
     let a = E2M1[(code & 7) as usize];
     if code & 8 != 0 { -a } else { a }
@@ -91,6 +91,7 @@ pub fn fp8_encode_block(x: &[f32], codes: &mut [u8]) -> u8 {
     (e + 127) as u8
 }
 
+#[inline(always)]
 pub fn fp8_decode_block(codes: &[u8], scale: u8, x: &mut [f32]) {
     let s = exp2i(scale as i32 - 127);
     for (v, c) in x.iter_mut().zip(codes) {
@@ -108,6 +109,7 @@ pub fn fp4_encode_block(x: &[f32], codes: &mut [u8]) -> u8 {
     (e + 127) as u8
 }
 
+#[inline(always)]
 pub fn fp4_decode_block(codes: &[u8], scale: u8, x: &mut [f32]) {
     let s = exp2i(scale as i32 - 127);
     for (v, c) in x.chunks_exact_mut(2).zip(codes) {
