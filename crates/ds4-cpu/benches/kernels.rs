@@ -37,15 +37,6 @@ fn main() {
         });
         black_box(sum);
     });
-    // A chain of additions: one a cycle.
-    let clock = median(|| {
-        let mut v = 1u64;
-        for _ in 0..100_000_000u32 {
-            v = black_box(v) + 1;
-        }
-        black_box(v);
-    });
-    println!("clock, about: {:.2} GHz if a store and a load take five cycles", 0.5 / clock);
     println!("memory read, one core: {:.1} GB/s", WEIGHTS as f64 / read / 1e9);
     let x: Vec<f32> = (0..COLS * TILE_TOKENS).map(|i| (i % 251) as f32 - 125.0).collect();
     for kernels in Kernels::all() {
