@@ -5,6 +5,7 @@ pub mod iq2_xxs;
 pub mod k_quants;
 pub mod mxfp4;
 pub mod q8_0;
+mod quantize;
 
 use half::{bf16, f16};
 
